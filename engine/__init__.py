@@ -1,0 +1,1 @@
+"""A compact LLM engine that behaves like vLLM V1."""

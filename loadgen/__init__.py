@@ -1,0 +1,1 @@
+"""Targets, load, records, statistics, comparison."""

@@ -1,0 +1,1 @@
+"""Targets that can be started with flags."""

@@ -1,0 +1,1 @@
+"""Searches server flags against SLOs with Optuna."""
