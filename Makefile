@@ -1,0 +1,43 @@
+# `make demo` and `make test` each do the whole set-up on a fresh machine: Python 3.11+, git and make suffice.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+OUT    ?= runs/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model demo test check format clean
+
+help:  ## List the targets
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vtune needs Python 3.11 or newer; set PYTHON=python3.x")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[engine,dev]'
+	touch $@
+
+setup: $(READY)  ## Create .venv and install everything
+
+model: setup  ## Fetch the bundled model (93 MB, once) into the cache
+	$(BIN)/python -m engine.bundled
+
+demo: model  ## The main job: find flags for a flat inter-token latency, prove them, write a report
+	$(BIN)/vtune optimize --slo itl --workload mixed --budget 9m --out $(OUT)
+
+check: setup  ## Formatter, linter, types, import contracts, links, documented commands
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
+	$(BIN)/pytest tests/project
+
+test: model check  ## Every check and every test
+	$(BIN)/pytest --ignore=tests/project
+
+format:  ## Format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:  ## Remove what the targets made (the model cache stays)
+	rm -rf $(VENV) build dist *.egg-info runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
