@@ -66,6 +66,14 @@ class Request:
     """Drafts proposed after the last step, to be verified in the next one."""
     block_ids: list[int] = field(default_factory=list)
     """The block table: physical block of each ``block_size`` tokens. Owned by the KVCacheManager."""
+    block_hashes: list[bytes] = field(default_factory=list)
+    """Chained hash of each full block of ``token_ids``, computed once. Owned by the KVCacheManager."""
+    num_hashed_blocks: int = 0
+    """How many blocks of the table carry their hash. Owned by the KVCacheManager."""
+    cache_salt: str = ""
+    """Requests share prefix blocks only with requests of the same salt."""
+    mid_prefill: bool = False
+    """True after a step that left it short of its own tokens: it emitted nothing."""
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     """Prefix-hit tokens at the first admission."""

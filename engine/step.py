@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from engine.request import Request, RequestStatus
+
+PLACEHOLDER_TOKEN_ID = -1
+"""A draft nobody proposed: it pads a request that is admitted one token short. The runner must reject it."""
+
+
+class AdmissionStop(Enum):
+    """Why requests are still waiting after a step. The value completes "waiting, because ..."."""
+
+    PREEMPTION = "a request was preempted in this step"
+    BUDGET = "the token budget is spent"
+    SEQUENCES = "max_num_seqs are running"
+    CHUNKING = "the prompt exceeds the budget left and chunked prefill is off"
+    PADDING = "1 + num_speculative_tokens exceed the budget left"
+    BLOCKS = "too few free blocks for the whole sequence"
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
     """What one request does in one step: compute tokens ``[start, start + num_tokens)``.
 
-    The last ``len(drafts)`` of them are draft tokens, which are not in ``request.token_ids`` yet. The runner
-    reads tokens, sampling parameters and the block table from ``request``, and changes none of them.
+    The last ``len(drafts)`` of them are draft tokens, which are not in ``request.token_ids`` yet; they are all
+    proposals or all ``PLACEHOLDER_TOKEN_ID``. The runner reads tokens, sampling parameters and the block table
+    from ``request``, and changes none of them.
     """
 
     request: Request
@@ -38,6 +54,8 @@ class StepPlan:
     num_waiting: int = 0
     free_blocks: int = 0
     """Free blocks right after scheduling (cached blocks without references count as free)."""
+    admission_stop: AdmissionStop | None = None
+    """Why somebody still waits; None when nobody does."""
 
     @property
     def num_scheduled_tokens(self) -> int:
