@@ -1,0 +1,181 @@
+"""Text to token ids and back: a ``tokenizer.json`` without transformers, streaming text, chat templates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.gguf_checkpoint import GgufCheckpoint
+from engine.weights import ModelError, read_json
+
+if TYPE_CHECKING:
+    import jinja2
+    from tokenizers import Tokenizer as RustTokenizer
+
+_REPLACEMENT = "\ufffd"
+
+
+class ChatTemplateError(ValueError):
+    """The model has no chat template, or the template refuses the messages."""
+
+
+class Tokenizer:
+    """A model's tokenizer. Starts in about 0.2 s: transformers is not imported."""
+
+    def __init__(
+        self, rust: RustTokenizer, config: Mapping[str, Any], chat_template: str | None = None
+    ) -> None:
+        self._rust = rust
+        self._config = config
+        self.chat_template = chat_template
+
+    @classmethod
+    def load(cls, path: Path) -> Tokenizer:
+        """From a model directory with a ``tokenizer.json``, or a ``.gguf`` file. Raises ModelError."""
+        from tokenizers import Tokenizer as RustTokenizer
+
+        if path.suffix == ".gguf":
+            gguf = GgufCheckpoint(path)
+            rust = RustTokenizer.from_str(gguf.tokenizer_json())
+            return cls(rust, gguf.tokenizer_config(), gguf.chat_template)
+        directory = path if path.is_dir() else path.parent
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise ModelError(f"{file} is missing; name a directory that has one by --tokenizer")
+        try:
+            rust = RustTokenizer.from_file(str(file))
+        except Exception as error:  # the binding raises bare Exception
+            raise ModelError(f"{file}: not a readable tokenizer ({error})") from None
+        config_file = directory / "tokenizer_config.json"
+        config = read_json(config_file) if config_file.is_file() else {}
+        return cls(rust, config, _find_chat_template(directory, config))
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._rust.get_vocab_size())
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token as it is written in the vocabulary, e.g. "<|im_end|>"."""
+        found = self._rust.token_to_id(token)
+        return None if found is None else int(found)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(self._rust.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of ids; an id outside the vocabulary adds nothing."""
+        return str(self._rust.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token alone, special tokens included (for logprobs)."""
+        return self.decode((token_id,), skip_special_tokens=False)
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt text of a chat. Raises ChatTemplateError."""
+        import jinja2
+
+        if self._template is None:
+            raise ChatTemplateError("this model has no chat template; use the completions API")
+        try:
+            return self._template.render(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
+                **self._special_tokens,
+                **variables,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError) as error:
+            raise ChatTemplateError(f"the chat template refuses these messages: {error}") from error
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, str]:
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        values = {name: self._config.get(name) for name in names}
+        return {
+            name: value["content"] if isinstance(value, dict) else value
+            for name, value in values.items()
+            if value is not None
+        }
+
+    @cached_property
+    def _template(self) -> jinja2.Template | None:
+        """The compiled template, in the same sandbox and with the same helpers that transformers gives it."""
+        if self.chat_template is None:
+            return None
+        import jinja2
+        from jinja2.ext import loopcontrols
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        )
+        environment.filters["tojson"] = tojson
+        environment.globals["raise_exception"] = raise_exception
+        environment.globals["strftime_now"] = lambda format_: datetime.now().strftime(format_)
+        try:
+            return environment.from_string(self.chat_template)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the model's chat template does not compile: {error}") from error
+
+
+def _find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """From chat_template.jinja (newer checkpoints) or tokenizer_config.json (a string or a named list)."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {item["name"]: item["template"] for item in template}
+        return named.get("default")
+    return template
+
+
+class IncrementalDetokenizer:
+    """The text of a growing token sequence, handed out piece by piece.
+
+    A token may be part of a character (UTF-8), and its text may depend on the one before (a leading space).
+    So a window of tokens is decoded with and without the new ones, and their difference is handed out once
+    it does not end within a character.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._tokens: list[int] = []
+        self._prefix = 0  # tokens[prefix:read] is the context that was handed out already
+        self._read = 0
+        self.text = ""
+        """Everything handed out so far."""
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """Add tokens; returns the new text that is certain ("" while within a character)."""
+        start = len(self.text)
+        for token_id in token_ids:
+            self._tokens.append(token_id)
+            self._advance(final=False)
+        return self.text[start:]
+
+    def finish(self) -> str:
+        """The rest: what never became a whole character is handed out as U+FFFD."""
+        start = len(self.text)
+        self._advance(final=True)
+        return self.text[start:]
+
+    def _advance(self, final: bool) -> None:
+        known = self._tokenizer.decode(self._tokens[self._prefix : self._read], self._skip)
+        whole = self._tokenizer.decode(self._tokens[self._prefix :], self._skip)
+        if len(whole) <= len(known) or (whole.endswith(_REPLACEMENT) and not final):
+            return
+        self.text += whole[len(known) :]
+        self._prefix, self._read = self._read, len(self._tokens)
