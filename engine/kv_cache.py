@@ -1,0 +1,219 @@
+"""Which blocks a request holds, what it shares with others, and how many blocks fit into memory."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.blocks import BlockPool
+from engine.config import GIB, ConfigError, EngineConfig
+from engine.request import Request
+
+MIB = 1 << 20
+
+
+class KVCacheManager:
+    """Block tables of all requests over one :class:`BlockPool`.
+
+    A block is full after ``block_size`` tokens. With prefix caching, full blocks carry a hash of everything
+    up to their end, chained from block to block, so that equal hashes mean equal prefixes.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, max_model_len: int, enable_prefix_caching: bool
+    ) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.max_model_len = max_model_len
+        self.enable_prefix_caching = enable_prefix_caching
+
+    def lookup(self, request: Request) -> list[int]:
+        """The blocks that already hold the beginning of ``request``, up to the first miss.
+
+        Its last token is always left to compute: a request needs logits to go on. Takes no reference.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        hits: list[int] = []
+        for block_hash in self._hashes(request, (request.num_tokens - 1) // self.block_size):
+            block = self.pool.lookup(block_hash)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def admit(self, request: Request, hits: Sequence[int], num_tokens: int) -> bool:
+        """Start a block table with the shared ``hits``, and room for ``num_tokens`` more.
+
+        Admission also needs room for the whole sequence known so far, lest it be preempted half-way
+        through its prefill; only what ``num_tokens`` needs is taken. False: there is no room, and nothing
+        has changed, the order of the free list included.
+        """
+        computed = len(hits) * self.block_size
+        whole = max(computed + num_tokens, min(request.num_tokens, self.max_model_len))
+        if self._blocks_for(whole) - len(hits) + self.pool.count_free(hits) > self.pool.num_free:
+            return False
+        self.pool.touch(hits)  # before any block is popped, or a free hit could be evicted
+        request.block_ids = list(hits)
+        request.num_hashed_blocks = len(hits)
+        request.num_computed_tokens = computed
+        return self.extend(request, num_tokens)
+
+    def extend(self, request: Request, num_tokens: int) -> bool:
+        """Room for ``num_tokens`` after those computed. False: no room, nothing has changed.
+
+        Blocks that will be full of the request's own tokens (drafts are not its own) are hashed at once,
+        before they are computed: whoever hits them runs in the same step at the earliest, and attends to
+        them after they are written.
+        """
+        end = request.num_computed_tokens + num_tokens
+        missing = -(-end // self.block_size) - len(request.block_ids)
+        if missing > 0:
+            if missing > self.pool.num_free:
+                return False
+            request.block_ids += self.pool.allocate(missing)
+        self.hash_blocks(request, min(end, request.num_tokens))
+        return True
+
+    def hash_blocks(self, request: Request, num_tokens: int) -> None:
+        """Give every block that ``num_tokens`` of the request fill its hash."""
+        full = num_tokens // self.block_size
+        if full <= request.num_hashed_blocks or not self.enable_prefix_caching:
+            return
+        hashes = self._hashes(request, full)
+        for position in range(request.num_hashed_blocks, full):
+            self.pool.set_hash(request.block_ids[position], hashes[position])
+        request.num_hashed_blocks = full
+
+    def free(self, request: Request) -> None:
+        """Give all blocks back. Their content stays findable until they are reused."""
+        self.pool.free(request.block_ids)
+        request.block_ids = []
+        request.num_hashed_blocks = 0
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached content; False, and nothing happens, while any request holds a block."""
+        return self.pool.reset_hashes()
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Assert that the pool agrees with the block tables of ``requests``, which are all there are."""
+        holders: Counter[int] = Counter()
+        for request in requests:
+            assert len(set(request.block_ids)) == len(request.block_ids)
+            assert len(request.block_ids) * self.block_size >= request.num_computed_tokens
+            assert self.enable_prefix_caching or not request.num_hashed_blocks
+            hashed = request.num_hashed_blocks
+            for position, block in enumerate(request.block_ids):
+                expected = request.block_hashes[position] if position < hashed else None
+                assert self.pool.hash_of(block) == expected, f"block {block}: wrong hash"
+            holders.update(request.block_ids)
+        self.pool.check(holders)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _hashes(self, request: Request, count: int) -> Sequence[bytes]:
+        """The hashes of the request's first ``count`` blocks, each computed only once.
+
+        SHA-256 makes a collision (which would hand one request another's content) infeasible, so that
+        stored tokens need not be compared. The salt enters at the root of the chain.
+        """
+        hashes, size = request.block_hashes, self.block_size
+        parent = hashes[-1] if hashes else hashlib.sha256(request.cache_salt.encode()).digest()
+        for start in range(len(hashes) * size, count * size, size):
+            tokens = array("q", request.token_ids[start : start + size])
+            parent = hashlib.sha256(parent + tokens.tobytes()).digest()
+            hashes.append(parent)
+        return hashes if len(hashes) == count else hashes[:count]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the device's memory goes. Bytes, blocks and tokens as named."""
+
+    device_bytes: int
+    gpu_memory_utilization: float
+    weights_bytes: int
+    activation_bytes: int
+    """Peak of one step at ``max_num_batched_tokens``."""
+    kv_bytes: int
+    num_blocks: int
+    """Null block included: it takes memory and holds no request's tokens."""
+    block_size: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the usable blocks hold."""
+        return (self.num_blocks - 1) * self.block_size
+
+    @property
+    def max_concurrency(self) -> float:
+        """How many requests of ``max_model_len`` tokens fit at once."""
+        return (self.num_blocks - 1) / -(-self.max_model_len // self.block_size)
+
+    def describe(self) -> str:
+        """The lines for the start-up log."""
+        return (
+            f"Memory: {self.device_bytes / GIB:.2f} GiB x {self.gpu_memory_utilization:g} "
+            f"- weights {self.weights_bytes / MIB:,.0f} MiB "
+            f"- activations {self.activation_bytes / MIB:,.0f} MiB "
+            f"(at {self.max_num_batched_tokens:,} batched tokens) = KV {self.kv_bytes / MIB:,.0f} MiB\n"
+            f"KV cache: {self.num_tokens:,} tokens ({self.num_blocks - 1:,} blocks of {self.block_size}), "
+            f"max concurrency {self.max_concurrency:.2f}x for requests of {self.max_model_len:,} tokens"
+        )
+
+
+def plan_memory(
+    config: EngineConfig, *, weights_bytes: int, activation_bytes: int, kv_bytes_per_token: int
+) -> MemoryPlan:
+    """KV = gpu_memory_utilization x device - weights - activations, in whole blocks.
+
+    ``num_gpu_blocks_override`` replaces the result. Raises ConfigError when not even one request of
+    ``max_model_len`` tokens (which must be resolved) fits.
+    """
+    assert config.max_model_len is not None
+    device = config.device_memory or max(GIB, 2 * weights_bytes)
+    block_bytes = kv_bytes_per_token * config.block_size
+    kv_bytes = int(device * config.gpu_memory_utilization) - weights_bytes - activation_bytes
+    num_blocks = max(kv_bytes, 0) // block_bytes
+    if config.num_gpu_blocks_override is not None:
+        num_blocks = config.num_gpu_blocks_override
+        kv_bytes = num_blocks * block_bytes
+    needed = 1 + -(-config.max_model_len // config.block_size)
+    if num_blocks < needed:
+        raise _does_not_fit(config, device, num_blocks, needed, (needed * block_bytes - kv_bytes) / MIB)
+    return MemoryPlan(
+        device_bytes=device,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        weights_bytes=weights_bytes,
+        activation_bytes=activation_bytes,
+        kv_bytes=kv_bytes,
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=config.max_model_len,
+    )
+
+
+def _does_not_fit(
+    config: EngineConfig, device: int, num_blocks: int, needed: int, short_mib: float
+) -> ConfigError:
+    """The error for a pool that cannot hold one full-length request, with every way out."""
+    fits = max(num_blocks - 1, 0) * config.block_size
+    rule = (
+        f"one request of max_model_len ({config.max_model_len}) needs {needed} KV blocks with the null block, "
+        f"but there are {num_blocks}"
+    )
+    shorter = f"lower --max-model-len to {fits}" if fits else "use a smaller model"
+    if config.num_gpu_blocks_override is not None:
+        return ConfigError("num_gpu_blocks_override", num_blocks, rule, f"raise it to {needed} or {shorter}")
+    more = f"{short_mib:,.0f} MiB are missing: raise --gpu-memory-utilization or --device-memory"
+    smaller = f"lower --max-num-batched-tokens ({config.max_num_batched_tokens}), or {shorter}"
+    if config.device_memory is not None:
+        return ConfigError("device_memory", device, rule, f"{more}, {smaller}")
+    return ConfigError("gpu_memory_utilization", config.gpu_memory_utilization, rule, f"{more}, {smaller}")

@@ -1,0 +1,387 @@
+"""The policy: one token budget a step, no prefill or decode phase.
+
+What a request gets is ``min(what it lacks, every cap)``. It lacks its tokens (prompt and outputs) and drafts
+that are not computed yet: 1 when it decodes, 1 + k with k drafts, thousands when it is new or was preempted.
+Requests that run are served first, in order; what is left of the budget admits requests that wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from engine.config import EngineConfig
+from engine.kv_cache import KVCacheManager
+from engine.request import Request, RequestStatus
+from engine.step import (
+    PLACEHOLDER_TOKEN_ID,
+    AdmissionStop,
+    RequestOutput,
+    ScheduledRequest,
+    StepOutput,
+    StepPlan,
+    StepResult,
+)
+from engine.waiting import make_queue
+
+
+@dataclass
+class SchedulerStats:
+    """Counts since the start."""
+
+    prefix_queries: int = 0
+    """Tokens of requests at their first admission; those resumed after a preemption do not count."""
+    prefix_hits: int = 0
+    """How many of these were found in the prefix cache."""
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
+class _Step:
+    """The plan while it is made."""
+
+    budget: int
+    threshold: int
+    """``long_prefill_token_threshold`` where it applies in this step, else 0."""
+    scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
+    admitted: dict[str, int] = field(default_factory=dict)
+    preempted: list[Request] = field(default_factory=list)
+    pads_admissions: bool = False
+    """Running requests were scheduled in this step, none of them mid-prefill. See _pads."""
+    any_mid_prefill: bool = False
+
+
+class UnifiedScheduler:
+    """vLLM V1's scheduler. ``schedule()``, run the plan, ``update()``; the same again.
+
+    ``config.max_model_len`` is resolved, and ``num_blocks`` includes the null block. A request that can
+    never fit into the pool waits forever, as does everybody behind it: the memory plan rules that out.
+    """
+
+    def __init__(self, config: EngineConfig, num_blocks: int) -> None:
+        assert config.max_model_len is not None
+        self.config = config
+        self.max_model_len = config.max_model_len
+        self.kv = KVCacheManager(
+            num_blocks, config.block_size, config.max_model_len, config.enable_prefix_caching
+        )
+        self.running: list[Request] = []
+        """In order of admission; never sorted."""
+        self.waiting = make_queue(config.scheduling_policy)
+        self.stats = SchedulerStats()
+        self._requests: dict[str, Request] = {}
+        self._num_steps = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks in use, 0..1. Cached blocks that nobody holds are not in use."""
+        return self.kv.pool.usage
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. Raises ValueError for one that could never finish, or an id in use."""
+        name = f"request {request.request_id!r}"
+        if request.request_id in self._requests:
+            raise ValueError(f"{name}: a request of this id is unfinished")
+        if not request.prompt_token_ids:
+            raise ValueError(f"{name}: the prompt is empty")
+        if request.num_prompt_tokens >= self.max_model_len:
+            raise ValueError(
+                f"{name}: the prompt has {request.num_prompt_tokens} tokens, which leaves no room for output "
+                f"in max_model_len ({self.max_model_len})"
+            )
+        if request.sampling.max_tokens < 1:
+            raise ValueError(f"{name}: max_tokens is {request.sampling.max_tokens}, must be at least 1")
+        self._requests[request.request_id] = request
+        self.waiting.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """Drop requests and free their blocks at once. Returns those that were unfinished, each only once.
+
+        Tokens in flight for them are ignored by :meth:`update`.
+        """
+        aborted = []
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            if request is None:
+                continue
+            if request.status is RequestStatus.RUNNING:
+                self.running.remove(request)
+            else:
+                self.waiting.remove(request)
+            self.kv.free(request)
+            request.status = RequestStatus.FINISHED_ABORTED
+            aborted.append(request)
+        return aborted
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False, and nothing happens, while any request holds a block."""
+        return self.kv.reset_prefix_cache()
+
+    # ---------------------------------------------------------------- schedule
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step. ``num_computed_tokens`` moves on at once, before the step has run."""
+        alive = len(self.running) + len(self.waiting)
+        step = _Step(
+            budget=self.config.max_num_batched_tokens,
+            threshold=self.config.long_prefill_token_threshold if alive > 1 else 0,
+        )
+        self._schedule_running(step)
+        stop = AdmissionStop.PREEMPTION if step.preempted else self._schedule_waiting(step)
+        plan = StepPlan(
+            step=self._num_steps,
+            scheduled=tuple(step.scheduled.values()),
+            token_budget=self.config.max_num_batched_tokens,
+            admitted_with_computed=step.admitted,
+            preempted=tuple(request.request_id for request in step.preempted),
+            num_running=len(self.running),
+            num_waiting=len(self.waiting),
+            free_blocks=self.kv.pool.num_free,
+            admission_stop=stop if self.waiting else None,
+        )
+        self._num_steps += 1
+        return plan
+
+    def _schedule_running(self, step: _Step) -> None:
+        """Serve the running requests in order while budget remains, preempting for blocks."""
+        index = 0
+        while index < len(self.running) and step.budget > 0:
+            request = self.running[index]
+            num_tokens = self._tokens_for_running(request, step)
+            if num_tokens <= 0:
+                index += 1
+                continue
+            index = self._make_room(request, index, num_tokens, step)
+            if request.status is RequestStatus.RUNNING:
+                step.any_mid_prefill |= request.mid_prefill
+                self._take(request, num_tokens, request.spec_token_ids, step)
+                request.spec_token_ids = []
+                index += 1
+        step.pads_admissions = bool(step.scheduled) and not step.any_mid_prefill
+
+    def _tokens_for_running(self, request: Request, step: _Step) -> int:
+        computed = request.num_computed_tokens
+        lacks = request.num_tokens + len(request.spec_token_ids) - computed
+        if 0 < step.threshold < lacks:
+            lacks = step.threshold
+        return min(lacks, step.budget, self.max_model_len - computed - 1)
+
+    def _make_room(self, request: Request, index: int, num_tokens: int, step: _Step) -> int:
+        """Blocks for ``num_tokens`` more of the request at ``index``, whoever it costs.
+
+        Returns the index from which the loop goes on, as victims may have stood before it. The request
+        itself can be the victim: it is then no longer RUNNING, and another stands at the index. Under FCFS
+        that one is the last, and the loop ends.
+        """
+        while not self.kv.extend(request, num_tokens):
+            victim = self._victim_index()
+            if victim < index:
+                index -= 1
+            self._preempt(victim, step)
+            if request.status is not RequestStatus.RUNNING:
+                break
+        return index
+
+    def _victim_index(self) -> int:
+        """FCFS: the last admitted. Priority: the worst (priority, arrival), scheduled already or not."""
+        if self.config.scheduling_policy == "fcfs":
+            return len(self.running) - 1
+        keys = [(request.priority, request.arrival_time) for request in self.running]
+        return keys.index(max(keys))
+
+    def _preempt(self, index: int, step: _Step) -> None:
+        """Back to waiting, to be computed anew; what this step had given it goes back as well."""
+        request = self.running.pop(index)
+        taken = step.scheduled.pop(request.request_id, None)
+        if taken is not None:
+            step.budget += taken.num_tokens
+        self.kv.free(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed_tokens = 0
+        request.spec_token_ids = []
+        request.mid_prefill = False
+        request.num_preemptions += 1
+        self.stats.num_preemptions += 1
+        self.waiting.put_back(request)
+        step.preempted.append(request)
+
+    def _schedule_waiting(self, step: _Step) -> AdmissionStop | None:
+        """Admit from the head of the queue until something stops it; nobody overtakes the head."""
+        while self.waiting:
+            if step.budget <= 0:
+                return AdmissionStop.BUDGET
+            if len(self.running) >= self.config.max_num_seqs:
+                return AdmissionStop.SEQUENCES
+            request = self.waiting.peek()
+            hits = self.kv.lookup(request)
+            computed = len(hits) * self.kv.block_size
+            drafts: list[int] = []
+            if self._pads(request, computed, step):
+                drafts = [PLACEHOLDER_TOKEN_ID] * self.config.num_speculative_tokens
+                num_tokens = 1 + len(drafts)
+                if num_tokens > step.budget:
+                    return AdmissionStop.PADDING
+            else:
+                num_tokens = request.num_tokens - computed
+                if 0 < step.threshold < num_tokens:
+                    num_tokens = step.threshold
+                if num_tokens > step.budget and not self.config.enable_chunked_prefill:
+                    return AdmissionStop.CHUNKING
+                num_tokens = min(num_tokens, step.budget)
+            if not self.kv.admit(request, hits, num_tokens):
+                return AdmissionStop.BLOCKS
+            self._admit(step)
+            self._take(request, num_tokens, drafts, step)
+        return None
+
+    def _pads(self, request: Request, computed: int, step: _Step) -> bool:
+        """Whether a request that lacks one token is admitted with placeholder drafts beside it.
+
+        A step of nothing but (1 token + k drafts) per request has one shape, which a GPU replays from a
+        captured graph; one odd request would break that. Kept as the real scheduler has it.
+        """
+        width = 1 + self.config.num_speculative_tokens
+        return (
+            width > 1
+            and request.num_tokens - computed == 1
+            and not step.any_mid_prefill
+            and (step.pads_admissions or computed > 0)
+            and computed + width + 1 <= self.max_model_len
+        )
+
+    def _admit(self, step: _Step) -> None:
+        """Move the head of the queue, which has its blocks, to the tail of ``running``."""
+        request = self.waiting.pop()
+        if request.status is RequestStatus.WAITING:
+            request.num_cached_tokens = request.num_computed_tokens
+            if self.config.enable_prefix_caching:
+                self.stats.prefix_queries += request.num_tokens
+                self.stats.prefix_hits += request.num_computed_tokens
+        request.status = RequestStatus.RUNNING
+        self.running.append(request)
+        step.admitted[request.request_id] = request.num_computed_tokens
+
+    def _take(self, request: Request, num_tokens: int, drafts: list[int], step: _Step) -> None:
+        """Put the request's next ``num_tokens`` into the plan. Drafts beyond them are discarded."""
+        start = request.num_computed_tokens
+        beyond_own = start + num_tokens - request.num_tokens
+        request.num_computed_tokens = start + num_tokens
+        request.mid_prefill = beyond_own < 0
+        step.budget -= num_tokens
+        step.scheduled[request.request_id] = ScheduledRequest(
+            request, start, num_tokens, tuple(drafts[: max(beyond_own, 0)]), beyond_own >= 0
+        )
+
+    # ------------------------------------------------------------------ update
+
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Append what the step emitted, take back what it rejected, finish who has ended.
+
+        Requests that were aborted since the plan was made are ignored.
+        """
+        outputs: list[RequestOutput] = []
+        finished: list[Request] = []
+        accepted_per_draft: list[tuple[int, int]] = []
+        for item in plan.scheduled:
+            request = item.request
+            if not item.emits or request.status is not RequestStatus.RUNNING:
+                continue
+            emitted = result.tokens[request.request_id]
+            output = self._append(request, emitted, len(item.drafts))
+            if request.request_id in result.logprobs:
+                output = _with_logprobs(output, result)
+            outputs.append(output)
+            if item.drafts and item.drafts[0] != PLACEHOLDER_TOKEN_ID:
+                accepted_per_draft.append((len(item.drafts), len(emitted) - 1))
+            if output.finish is not None:
+                self._finish(request, output.finish)
+                finished.append(request)
+            else:
+                request.spec_token_ids = list(result.drafts.get(request.request_id, ()))
+        if finished:
+            self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        return _step_output(outputs, finished, accepted_per_draft)
+
+    def _append(self, request: Request, emitted: list[int], num_drafts: int) -> RequestOutput:
+        """Append token by token up to a stop. Neither rejected drafts nor tokens after a stop stay computed."""
+        kept, finish, reason = 0, None, None
+        for token in emitted:
+            request.token_ids.append(token)
+            kept += 1
+            finish, reason = self._stops(request, token)
+            if finish is not None:
+                break
+        rejected = num_drafts - (len(emitted) - 1)
+        dropped = len(emitted) - kept
+        request.num_computed_tokens -= rejected + dropped
+        self.kv.hash_blocks(request, request.num_computed_tokens)
+        return RequestOutput(request.request_id, tuple(emitted[:kept]), finish, reason)
+
+    def _stops(self, request: Request, token: int) -> tuple[RequestStatus | None, int | None]:
+        """Why the request ends with ``token``, its last: EOS, then stop ids, then length."""
+        sampling = request.sampling
+        outputs = request.num_output_tokens
+        if outputs >= sampling.min_tokens:
+            if token in request.eos_token_ids and not sampling.ignore_eos:
+                return RequestStatus.FINISHED_STOPPED, None
+            if token in sampling.stop_token_ids:
+                return RequestStatus.FINISHED_STOPPED, token
+        if request.num_tokens >= self.max_model_len or outputs >= sampling.max_tokens:
+            return RequestStatus.FINISHED_LENGTH, None
+        return None, None
+
+    def _finish(self, request: Request, status: RequestStatus) -> None:
+        """Out of the books; the caller takes it out of ``running``."""
+        del self._requests[request.request_id]
+        self.kv.free(request)
+        request.status = status
+
+    def check(self) -> None:
+        """Assert every invariant of queues, requests, block tables and pool. Slow: for tests."""
+        waiting = list(self.waiting)
+        assert len(self.running) <= self.config.max_num_seqs
+        assert {id(r) for r in [*self.running, *waiting]} == {id(r) for r in self._requests.values()}
+        assert len(self._requests) == len(self.running) + len(waiting)
+        for request in self.running:
+            assert request.status is RequestStatus.RUNNING
+            assert request.num_computed_tokens < self.max_model_len
+        for request in waiting:
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert not request.block_ids and not request.spec_token_ids and not request.num_computed_tokens
+        self.kv.check(self._requests.values())
+
+
+def _with_logprobs(output: RequestOutput, result: StepResult) -> RequestOutput:
+    logprobs = result.logprobs[output.request_id][: len(output.token_ids)]
+    return RequestOutput(
+        output.request_id, output.token_ids, output.finish, output.stop_reason, tuple(logprobs)
+    )
+
+
+def _step_output(
+    outputs: list[RequestOutput], finished: list[Request], accepted_per_draft: list[tuple[int, int]]
+) -> StepOutput:
+    """The outputs with the sums over ``accepted_per_draft``: (drafts verified, accepted) per request."""
+    longest = max((accepted for _, accepted in accepted_per_draft), default=0)
+    return StepOutput(
+        outputs=tuple(outputs),
+        finished=tuple(finished),
+        num_drafts=len(accepted_per_draft),
+        num_draft_tokens=sum(drafts for drafts, _ in accepted_per_draft),
+        num_accepted_tokens=sum(accepted for _, accepted in accepted_per_draft),
+        accepted_per_position=tuple(
+            sum(accepted > position for _, accepted in accepted_per_draft) for position in range(longest)
+        ),
+    )
