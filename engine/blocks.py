@@ -121,7 +121,8 @@ class BlockPool:
 
     def set_hash(self, block: int, block_hash: bytes) -> None:
         """Declare what a held, not yet hashed block contains, so that lookups find it."""
-        assert self._hashes[block] is None and self._refs[block] > 0
+        assert self._hashes[block] is None
+        assert self._refs[block] > 0
         self._hashes[block] = block_hash
         self._index.insert(block_hash, block)
 
@@ -137,7 +138,8 @@ class BlockPool:
         """Assert that counts, free list and index agree. ``holders``: block -> tables that list it."""
         free = self.free_list()
         assert len(free) == len(set(free)) == self.num_free
-        assert NULL_BLOCK not in free and NULL_BLOCK not in holders
+        assert NULL_BLOCK not in free
+        assert NULL_BLOCK not in holders
         for block in free:
             assert self._next[self._prev[block]] == block == self._prev[self._next[block]]
         unheld = set(free)

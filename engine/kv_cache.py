@@ -206,8 +206,8 @@ def _does_not_fit(
     """The error for a pool that cannot hold one full-length request, with every way out."""
     fits = max(num_blocks - 1, 0) * config.block_size
     rule = (
-        f"one request of max_model_len ({config.max_model_len}) needs {needed} KV blocks with the null block, "
-        f"but there are {num_blocks}"
+        f"one request of max_model_len ({config.max_model_len}) needs {needed} KV blocks, "
+        f"the null block included, but there are {num_blocks}"
     )
     shorter = f"lower --max-model-len to {fits}" if fits else "use a smaller model"
     if config.num_gpu_blocks_override is not None:

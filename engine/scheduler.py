@@ -46,9 +46,10 @@ class _Step:
     scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
     admitted: dict[str, int] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
-    pads_admissions: bool = False
-    """Running requests were scheduled in this step, none of them mid-prefill. See _pads."""
+    any_running: bool = False
+    """A request that was running before this step is scheduled in it."""
     any_mid_prefill: bool = False
+    """... and was mid-prefill when the step began."""
 
 
 class UnifiedScheduler:
@@ -169,7 +170,7 @@ class UnifiedScheduler:
                 self._take(request, num_tokens, request.spec_token_ids, step)
                 request.spec_token_ids = []
                 index += 1
-        step.pads_admissions = bool(step.scheduled) and not step.any_mid_prefill
+        step.any_running = bool(step.scheduled)
 
     def _tokens_for_running(self, request: Request, step: _Step) -> int:
         computed = request.num_computed_tokens
@@ -257,7 +258,7 @@ class UnifiedScheduler:
             width > 1
             and request.num_tokens - computed == 1
             and not step.any_mid_prefill
-            and (step.pads_admissions or computed > 0)
+            and (step.any_running or computed > 0)
             and computed + width + 1 <= self.max_model_len
         )
 
@@ -315,7 +316,7 @@ class UnifiedScheduler:
         return _step_output(outputs, finished, accepted_per_draft)
 
     def _append(self, request: Request, emitted: list[int], num_drafts: int) -> RequestOutput:
-        """Append token by token up to a stop. Neither rejected drafts nor tokens after a stop stay computed."""
+        """Append token by token up to a stop. Rejected drafts and what follows a stop are not computed."""
         kept, finish, reason = 0, None, None
         for token in emitted:
             request.token_ids.append(token)
@@ -359,7 +360,9 @@ class UnifiedScheduler:
             assert request.num_computed_tokens < self.max_model_len
         for request in waiting:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            assert not request.block_ids and not request.spec_token_ids and not request.num_computed_tokens
+            assert not request.block_ids
+            assert not request.spec_token_ids
+            assert request.num_computed_tokens == 0
         self.kv.check(self._requests.values())
 
 

@@ -1,4 +1,4 @@
-"""The seam between schedulers and runners: ``schedule() -> StepPlan -> execute() -> StepResult -> update()``."""
+"""The seam of schedulers and runners: ``schedule() -> StepPlan -> execute() -> StepResult -> update()``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class AdmissionStop(Enum):
 class ScheduledRequest:
     """What one request does in one step: compute tokens ``[start, start + num_tokens)``.
 
-    The last ``len(drafts)`` of them are draft tokens, which are not in ``request.token_ids`` yet; they are all
-    proposals or all ``PLACEHOLDER_TOKEN_ID``. The runner reads tokens, sampling parameters and the block table
-    from ``request``, and changes none of them.
+    The last ``len(drafts)`` of them are draft tokens, which are not in ``request.token_ids`` yet; they are
+    all proposals or all ``PLACEHOLDER_TOKEN_ID``. The runner reads tokens, sampling parameters and the block
+    table from ``request``, and changes none of them.
     """
 
     request: Request
