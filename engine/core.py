@@ -1,0 +1,96 @@
+"""The engine: a scheduler, a runner, and the step that joins them. No HTTP, text or processes here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from engine.config import EngineConfig
+from engine.kv_cache import MemoryPlan, plan_memory
+from engine.request import Request, RequestStatus
+from engine.scheduler import UnifiedScheduler
+from engine.stats import StepObserver, StepStats
+from engine.step import StepOutput, StepPlan, StepResult
+
+
+class Runner(Protocol):
+    """What computes the steps: the model, a simulation of it, or a fake."""
+
+    weights_bytes: int
+    kv_bytes_per_token: int
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context the model was made for; the default of ``--max-model-len``."""
+
+    def profile_activation(self) -> int:
+        """Peak bytes of activations in a step of ``max_num_batched_tokens``."""
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the KV cache."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute one step."""
+
+
+class EngineCore:
+    """Requests in, steps out. Not thread-safe: one loop owns it.
+
+    ``runner=None`` loads ``config.model``; ``clock`` is the one that stamps ``Request.arrival_time``.
+    Raises ConfigError when a flag breaks a rule, or the memory plan does not hold one full-length request.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        config.validate()
+        if runner is None:
+            from engine.runner import ModelRunner  # torch: only where a model is computed
+
+            runner = ModelRunner(config)
+        self.config = config.resolved(runner.max_model_len)
+        self.config.validate()
+        self.runner = runner
+        self.memory_plan: MemoryPlan = plan_memory(
+            self.config,
+            weights_bytes=runner.weights_bytes,
+            activation_bytes=runner.profile_activation(),
+            kv_bytes_per_token=runner.kv_bytes_per_token,
+        )
+        runner.allocate(self.memory_plan.num_blocks)
+        self.scheduler = UnifiedScheduler(self.config, self.memory_plan.num_blocks)
+        self.clock = clock
+        self.metrics = StepObserver(self.scheduler, clock)
+        self.stats = StepStats()
+        """What the last step, or the last abort, adds to the metrics."""
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.metrics.queued(request)
+
+    def abort(
+        self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
+    ) -> None:
+        """Drop requests and free their blocks at once; unknown ids are ignored.
+
+        ``status`` is how the metrics count them: as aborted, or as finished by something the engine
+        cannot see, such as a stop string.
+        """
+        self.stats = self.metrics.finished_outside(self.scheduler.abort(request_ids), status)
+
+    def step(self) -> tuple[StepPlan, StepOutput]:
+        """Plan, compute, book, observe."""
+        started_at = self.clock()
+        plan = self.scheduler.schedule()
+        result = self.runner.execute(plan)
+        output = self.scheduler.update(plan, result)
+        self.stats = self.metrics.observe(plan, output, started_at)
+        return plan, output

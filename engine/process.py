@@ -1,0 +1,292 @@
+"""The engine in a process of its own, and the asyncio handle on it.
+
+A socket pair carries length-prefixed pickles of the dataclasses below. Only this module writes to it, and the
+peer is always our own child, so nothing from outside is ever unpickled. A thread in the child reads: when the
+parent is gone, however it went, the read ends and the child leaves, in the middle of a step if need be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import pickle
+import queue
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine import log
+from engine.config import ConfigError, EngineConfig
+from engine.request import Request, RequestStatus
+from engine.stats import StepStats
+from engine.step import RequestOutput
+
+if TYPE_CHECKING:
+    from engine.core import EngineCore
+
+logger = logging.getLogger("vtune.process")
+LENGTH = struct.Struct("!I")
+STOP_SECONDS = 5.0
+"""How long a child may take to notice that the channel is closed before it is killed."""
+
+
+class EngineDeadError(RuntimeError):
+    """The engine process is gone; no request can be served."""
+
+
+class EngineStartError(RuntimeError):
+    """The engine did not come up. ``expected``: the user's input is the cause; the message says it all."""
+
+    def __init__(self, message: str, expected: bool) -> None:
+        super().__init__(message)
+        self.expected = expected
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the HTTP side needs to know about an engine that is up."""
+
+    config: EngineConfig
+    """With ``max_model_len`` resolved."""
+    num_blocks: int
+    kv_tokens: int
+    max_concurrency: float
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    request_ids: tuple[str, ...]
+    status: RequestStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step, or an abort that no step follows: all that is new since the last message."""
+
+    outputs: tuple[RequestOutput, ...]
+    stats: StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last message of an engine that cannot start, or cannot go on."""
+
+    message: str
+    expected: bool
+
+
+def encode(message: object) -> bytes:
+    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(body)) + body
+
+
+# ---------------------------------------------------------------- the child
+
+
+def run_engine(channel_fd: int) -> int:
+    """The child's whole life: config in, model up, steps until the parent is gone. Returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    log.configure("EngineCore")
+    channel = socket.socket(fileno=channel_fd)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_read_forever, args=(channel, inbox), daemon=True).start()
+    try:
+        _serve(inbox.get(), inbox, channel)
+    except Exception as error:
+        expected, message = _explain(error)
+        if not expected:
+            traceback.print_exc()
+        channel.sendall(encode(Failed(message, expected)))
+        return 2 if expected else 1
+    return 0
+
+
+def _read_forever(channel: socket.socket, inbox: queue.SimpleQueue[Any]) -> None:
+    """Messages into ``inbox``; leaves the process as soon as the parent has closed its end, or died."""
+    with channel.makefile("rb") as stream:
+        while header := stream.read(LENGTH.size):
+            body = stream.read(LENGTH.unpack(header)[0])
+            inbox.put(pickle.loads(body))
+    os._exit(0)
+
+
+def _serve(config: EngineConfig, inbox: queue.SimpleQueue[Any], channel: socket.socket) -> None:
+    from engine.core import EngineCore  # torch; after the reader runs, so that a Ctrl-C during it is seen
+
+    core = EngineCore(config)
+    plan = core.memory_plan
+    for line in plan.describe().splitlines():
+        logger.info(line)
+    logger.info(
+        f"CPU KV cache size: {plan.num_tokens:,} tokens, Maximum concurrency for {plan.max_model_len:,} "
+        f"tokens per request: {plan.max_concurrency:.2f}x"
+    )
+    channel.sendall(encode(EngineInfo(core.config, plan.num_blocks, plan.num_tokens, plan.max_concurrency)))
+    gc.collect()
+    gc.freeze()  # weights and modules live for ever: not to be looked at by every collection
+    while True:
+        for message in _drain(inbox, wait=not core.has_unfinished):
+            if isinstance(message, Submit):
+                _add(core, message.requests, channel)
+            else:
+                core.abort(message.request_ids, message.status)
+                channel.sendall(encode(Stepped((), core.stats)))
+        if core.has_unfinished:
+            _, output = core.step()
+            channel.sendall(encode(Stepped(output.outputs, core.stats)))
+
+
+def _add(core: EngineCore, requests: Iterable[Request], channel: socket.socket) -> None:
+    """Queue requests; one that the scheduler refuses fails alone."""
+    for request in requests:
+        try:
+            core.add(request)
+        except ValueError as error:
+            logger.error(f"refused: {error}")
+            refused = RequestOutput(request.request_id, (), RequestStatus.FINISHED_ERROR)
+            channel.sendall(encode(Stepped((refused,), core.metrics.idle())))
+
+
+def _drain(inbox: queue.SimpleQueue[Any], wait: bool) -> Iterator[Any]:
+    """Everything that has arrived; with ``wait`` at least one message."""
+    try:
+        yield inbox.get(block=wait)
+        while True:
+            yield inbox.get_nowait()
+    except queue.Empty:
+        return
+
+
+def _explain(error: Exception) -> tuple[bool, str]:
+    """Is this the user's to mend, and what to tell them."""
+    from engine.bundled import FetchError
+    from engine.weights import ModelError
+
+    if isinstance(error, ConfigError | FetchError | ModelError):
+        return True, str(error)
+    return False, f"{type(error).__name__}: {error}"
+
+
+# ---------------------------------------------------------------- the parent
+
+
+class EngineProcess:
+    """Handle on an engine process.
+
+    The constructor starts it and returns at once, so that the caller imports what it needs while the model
+    loads. Then, on the event loop: ``await ready()``, and ``async for step in steps()`` until it is gone.
+    ``close()`` from anywhere; it leaves no process behind.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        ours, theirs = socket.socketpair()
+        ours.sendall(encode(config))
+        self._socket = ours
+        self._writer: asyncio.StreamWriter | None = None
+        self._reader: asyncio.StreamReader | None = None
+        self.alive = False
+        with theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "engine.process", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env={**thread_environment(), **os.environ},
+                process_group=0,  # signals for our group are ours to handle; the child follows the channel
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    async def ready(self) -> EngineInfo:
+        """Wait for the model. Raises EngineStartError."""
+        self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
+        message = await self._receive()
+        if isinstance(message, EngineInfo):
+            self.alive = True
+            return message
+        if isinstance(message, Failed):
+            raise EngineStartError(message.message, message.expected)
+        raise EngineStartError(f"the engine process died while starting ({self.exit_reason()})", False)
+
+    async def steps(self) -> AsyncIterator[Stepped]:
+        """What the engine reports, until it is gone; then ``alive`` is False."""
+        try:
+            while isinstance(message := await self._receive(), Stepped):
+                yield message
+        finally:
+            self.alive = False
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Raises EngineDeadError."""
+        self._send(Submit(tuple(requests)))
+
+    def abort(
+        self, request_ids: Iterable[str], status: RequestStatus = RequestStatus.FINISHED_ABORTED
+    ) -> None:
+        """Drop requests; ``status`` as in EngineCore.abort. Raises EngineDeadError."""
+        self._send(Abort(tuple(request_ids), status))
+
+    def exit_reason(self) -> str:
+        """How the child ended, for people."""
+        try:
+            code = self._child.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "closed its channel"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def close(self) -> None:
+        """Stop the child: it leaves when the channel closes, and is killed if it does not."""
+        self.alive = False
+        if self._writer is not None:
+            self._writer.transport.abort()
+        self._socket.close()
+        try:
+            self._child.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+    def _send(self, message: Submit | Abort) -> None:
+        if not self.alive or self._writer is None:
+            raise EngineDeadError("the engine process is not running")
+        self._writer.write(encode(message))
+
+    async def _receive(self) -> object:
+        """The next message; None when the child is gone."""
+        assert self._reader is not None
+        try:
+            header = await self._reader.readexactly(LENGTH.size)
+            return pickle.loads(await self._reader.readexactly(LENGTH.unpack(header)[0]))
+        except (asyncio.IncompleteReadError, OSError):
+            return None
+
+
+def thread_environment() -> dict[str, str]:
+    """Defaults for the child's environment, to be there before torch is imported.
+
+    PASSIVE: without it OpenMP threads that wait for work spin, and steal the cores from the HTTP side.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(cores)}
+
+
+if __name__ == "__main__":
+    # Under its own name, or the messages it unpickles would be of other classes than those it knows.
+    from engine.process import run_engine as run
+
+    sys.exit(run(int(sys.argv[1])))

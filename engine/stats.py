@@ -1,0 +1,207 @@
+"""What one step adds to the metrics, observed where the scheduler runs.
+
+The moments of observation are vLLM's, and a reader of the numbers has to know them:
+
+* A prompt is booked whole on the step that emits its first token; steps without any output are no iteration.
+* One inter-token latency per step output of a request, whatever number of tokens that output brought.
+* Queue time ends at the first admission; what follows a preemption is prefill or decode time.
+* A request whose client hangs up is no finished request: first tokens without finishes show it.
+
+One difference, on purpose: a preemption counts when the victim is preempted, not when it emits again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from engine.request import Request, RequestStatus
+from engine.step import StepOutput, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedStats:
+    """One finished request. Times in seconds; ``max_tokens`` is the limit it ran under."""
+
+    reason: str
+    e2e: float
+    queue: float
+    prefill: float
+    decode: float
+    inference: float
+    time_per_output_token: float
+    prompt_tokens: int
+    generation_tokens: int
+    cached_tokens: int
+    preemptions: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """What one step adds to the metrics. Gauges are values, everything else is what was new in this step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    """Of ``prompt_tokens``, those that came out of the prefix cache."""
+    generation_tokens: int = 0
+    had_output: bool = False
+    first_token_latencies: tuple[float, ...] = ()
+    inter_token_latencies: tuple[float, ...] = ()
+    finished: tuple[FinishedStats, ...] = ()
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+
+
+class SchedulerStats(Protocol):
+    """Cumulative counts a scheduler keeps; prefix figures are in tokens, counted at admission."""
+
+    prefix_queries: int
+    prefix_hits: int
+    num_preemptions: int
+
+
+class ObservedScheduler(Protocol):
+    """What the metrics read from a scheduler after each step."""
+
+    @property
+    def stats(self) -> SchedulerStats: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def kv_usage(self) -> float: ...
+
+
+@dataclass(slots=True)
+class _Timeline:
+    """Moments in the life of one request, in seconds of the observer's clock."""
+
+    request: Request
+    queued: float
+    scheduled: float | None = None
+    first_token: float | None = None
+    last_token: float | None = None
+    generated: int = 0
+
+
+class StepObserver:
+    """Watches the steps of one engine. ``clock`` must be the one that stamps ``Request.arrival_time``."""
+
+    def __init__(self, scheduler: ObservedScheduler, clock: Callable[[], float] = time.monotonic) -> None:
+        self._scheduler, self._clock = scheduler, clock
+        self._timelines: dict[str, _Timeline] = {}
+        self._seen = (0, 0, 0)
+
+    def queued(self, request: Request) -> None:
+        """``request`` has just entered the scheduler."""
+        self._timelines[request.request_id] = _Timeline(request, queued=self._clock())
+
+    def observe(self, plan: StepPlan, output: StepOutput, started_at: float) -> StepStats:
+        """The figures of one step, at its end. ``started_at`` is when it was scheduled, on the same clock."""
+        now = self._clock()
+        for request_id in plan.admitted_with_computed:
+            timeline = self._timelines.get(request_id)
+            if timeline is not None and timeline.scheduled is None:
+                timeline.scheduled = started_at
+        first_latencies, inter_latencies = [], []
+        prompt_tokens = cached_tokens = generated = 0
+        for item in output.outputs:
+            timeline = self._timelines.get(item.request_id)
+            if timeline is None or not item.token_ids:
+                continue
+            generated += len(item.token_ids)
+            timeline.generated += len(item.token_ids)
+            if timeline.last_token is None:
+                timeline.first_token = now
+                first_latencies.append(now - timeline.request.arrival_time)
+                prompt_tokens += timeline.request.num_prompt_tokens
+                cached_tokens += timeline.request.num_cached_tokens
+            else:
+                inter_latencies.append(now - timeline.last_token)
+            timeline.last_token = now
+        finished = tuple(
+            self._finish(request.request_id, request.status, now)
+            for request in output.finished
+            if request.request_id in self._timelines
+        )
+        return self._stats(
+            prompt_tokens=prompt_tokens,
+            prompt_tokens_cached=cached_tokens,
+            generation_tokens=generated,
+            had_output=bool(output.outputs),
+            first_token_latencies=tuple(first_latencies),
+            inter_token_latencies=tuple(inter_latencies),
+            finished=finished,
+            num_drafts=output.num_drafts,
+            num_draft_tokens=output.num_draft_tokens,
+            num_accepted_tokens=output.num_accepted_tokens,
+            accepted_per_position=output.accepted_per_position,
+        )
+
+    def finished_outside(self, requests: Sequence[Request], status: RequestStatus) -> StepStats:
+        """Requests left before the engine was done: at a stop string, or because the client hung up.
+
+        As in vLLM the first is an ordinary finish, and the second leaves no trace in ``request_*``.
+        """
+        now = self._clock()
+        finished = [
+            self._finish(request.request_id, status, now)
+            for request in requests
+            if request.request_id in self._timelines
+        ]
+        return self._stats(finished=() if status is RequestStatus.FINISHED_ABORTED else tuple(finished))
+
+    def idle(self) -> StepStats:
+        """Gauges alone, where something changed and no step follows."""
+        return self._stats()
+
+    def _finish(self, request_id: str, status: RequestStatus, now: float) -> FinishedStats:
+        timeline = self._timelines.pop(request_id)
+        request = timeline.request
+        scheduled = now if timeline.scheduled is None else timeline.scheduled
+        first = scheduled if timeline.first_token is None else timeline.first_token
+        last = first if timeline.last_token is None else timeline.last_token
+        return FinishedStats(
+            reason=status.value,
+            e2e=now - request.arrival_time,
+            queue=scheduled - timeline.queued,
+            prefill=first - scheduled,
+            decode=last - first,
+            inference=last - scheduled,
+            time_per_output_token=(last - first) / (timeline.generated - 1)
+            if timeline.generated > 1
+            else 0.0,
+            prompt_tokens=request.num_prompt_tokens,
+            generation_tokens=timeline.generated,
+            cached_tokens=request.num_cached_tokens,
+            preemptions=request.num_preemptions,
+            max_tokens=request.sampling.max_tokens,
+        )
+
+    def _stats(self, **figures: Any) -> StepStats:
+        """``figures``, with the scheduler's gauges and what its counters gained since the last call."""
+        scheduler = self._scheduler
+        counts = scheduler.stats
+        seen, self._seen = self._seen, (counts.prefix_queries, counts.prefix_hits, counts.num_preemptions)
+        queries, hits, preemptions = (new - old for new, old in zip(self._seen, seen, strict=True))
+        return StepStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_usage=scheduler.kv_usage,
+            prefix_queries=queries,
+            prefix_hits=hits,
+            preemptions=preemptions,
+            **figures,
+        )
