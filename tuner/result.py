@@ -1,0 +1,105 @@
+"""What a trial came to. Everything the report needs is in here, and all of it lives in the study's storage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Self
+
+from tuner.slo import Bound, Objective, name_of
+
+Status = Literal["measured", "stopped", "failed", "refused", "duplicate", "interrupted"]
+"""measured: at full length. stopped: a short rung sufficed. failed: did not serve. refused: broke a rule, not
+launched. duplicate: same config as an earlier trial, whose result it carries. interrupted: counts for nothing."""
+
+SERVES = "serves"
+"""The constraint that a trial violates whose server did not start, died, hung or answered errors."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One figure of a measurement: seconds, per second, or a count. NaN: not measurable from ``n`` samples."""
+
+    value: float
+    n: int = 0
+    low: float = math.nan
+    high: float = math.nan
+    """95 % interval; NaN where there is none."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The figures of one config under load, by name (``itl_p99``, ``ttft_p95{class=short}``)."""
+
+    readings: Mapping[str, Reading]
+    window: float
+    """Seconds measured."""
+    verdict: str = "ok"
+    """The run's judgement of itself (see loadgen): ok, client_limited, too_few_samples, …"""
+
+    def reading(self, metric: str, cls: str | None = None) -> Reading:
+        return self.readings.get(name_of(metric, cls), Reading(math.nan))
+
+    def value(self, metric: str, cls: str | None = None) -> float:
+        return self.reading(metric, cls).value
+
+    def violations(self, bounds: tuple[Bound, ...]) -> dict[str, float]:
+        """Bound's name -> relative violation; <= 0 holds it."""
+        return {bound.name: bound.violation(self.value(bound.metric, bound.cls)) for bound in bounds}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        readings = {name: Reading(**_with_nan(item)) for name, item in data["readings"].items()}
+        return cls(readings, data["window"], data["verdict"])
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """``config`` is effective (see tuner.space): every tuned flag has its value in it."""
+
+    number: int
+    config: Mapping[str, Any]
+    origin: str
+    """Why it was tried: baseline, a starting point, the sampler, …"""
+    status: Status
+    reason: str = ""
+    measurement: Measurement | None = None
+    violations: Mapping[str, float] = field(default_factory=dict)
+    log_tail: str = ""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """``start``, ``load``, ``total``."""
+    kv_tokens: int | None = None
+    """Size of the KV pool, as the server reported it."""
+    preemptions: int | None = None
+    records: tuple[str, ...] = ()
+    """Files with every request of the trial, relative to the output directory."""
+
+    @property
+    def feasible(self) -> bool:
+        """Measured in full, and every bound held."""
+        return self.status == "measured" and all(v <= 0 for v in self.violations.values())
+
+    def value(self, objective: Objective) -> float:
+        return self.measurement.value(objective.metric, objective.cls) if self.measurement else math.nan
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON: NaN as null."""
+        return _without_nan(asdict(self))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        measurement = data["measurement"] and Measurement.from_json(data["measurement"])
+        return cls(**{**data, "measurement": measurement, "records": tuple(data["records"])})
+
+
+def _without_nan(item: Any) -> Any:
+    if isinstance(item, Mapping):
+        return {key: _without_nan(value) for key, value in item.items()}
+    if isinstance(item, list | tuple):
+        return [_without_nan(value) for value in item]
+    return None if isinstance(item, float) and not math.isfinite(item) else item
+
+
+def _with_nan(reading: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: math.nan if value is None else value for key, value in reading.items()}

@@ -1,0 +1,258 @@
+"""The search's memory and its proposals: an Optuna study driven by ask and tell.
+
+How each outcome is told, so that the sampler (constrained TPE) learns from it and no objective value is invented:
+
+=================  =========  ==========================================  =========================
+outcome            state      constraints                                 value
+=================  =========  ==========================================  =========================
+measured           COMPLETE   one for each bound, measured                measured
+stopped early      PRUNED     the same, from the short rung               the short rung's, reported
+did not serve      PRUNED     ``serves`` violated                         none
+broke a rule       PRUNED     ``rule`` violated                           none
+duplicate          as the earlier trial, with its constraints and value
+interrupted        FAIL       none; tried again when the study resumes    none
+=================  =========  ==========================================  =========================
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optuna
+from optuna.trial import TrialState
+
+from tuner.result import SERVES, Status, TrialResult
+from tuner.slo import Objective
+from tuner.space import Config, Space, config_key, render_value
+
+BASELINE = "baseline"
+SAMPLER = "sampler"
+RULE = "rule"
+
+TIE = 0.05
+"""Objectives closer than this are not told apart by one measurement each; the config with fewer changes wins."""
+STARTUP_TRIALS = 6
+FRUITLESS = 5
+"""After so many proposals in a row that cannot be launched, an untried config is drawn at random."""
+MAX_DEATHS = 1
+"""A config in the middle of which more processes than this died is taken for one that does not serve."""
+
+
+class StudyError(Exception):
+    """The storage or the study cannot be used. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A config to be measured; it is told exactly once."""
+
+    trial: optuna.Trial
+    config: dict[str, Any]
+    origin: str
+
+    @property
+    def number(self) -> int:
+        return self.trial.number
+
+
+def open_storage(url: str) -> optuna.storages.BaseStorage:
+    """The storage behind an RDB URL such as ``sqlite:///studies.db``. Raises StudyError."""
+    try:
+        return optuna.storages.RDBStorage(url)
+    except Exception as error:  # SQLAlchemy, the driver or Alembic, each with errors of its own
+        cause = str(error).strip().splitlines()[0]
+        raise StudyError(
+            f"--storage {url}: cannot be opened ({cause}). Give e.g. sqlite:///studies.db."
+        ) from None
+
+
+class Study:
+    """One search over ``space`` for the best ``objective``. Not thread-safe; one process at a time."""
+
+    def __init__(
+        self,
+        storage: optuna.storages.BaseStorage,
+        name: str,
+        space: Space,
+        objective: Objective,
+        seed: int = 0,
+    ) -> None:
+        self._study = optuna.create_study(
+            storage=storage, study_name=name, direction=objective.direction, load_if_exists=True
+        )
+        self.space, self.objective = space, objective
+        told = len(self._study.get_trials(deepcopy=False))
+        self._study.sampler = optuna.samplers.TPESampler(
+            seed=seed + told, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False
+        )
+        self._rng = random.Random(seed + told)
+
+    @property
+    def optuna(self) -> optuna.Study:
+        """The Optuna study underneath, for importances and for other tools."""
+        return self._study
+
+    @property
+    def results(self) -> list[TrialResult]:
+        """Every finished trial's result, by number."""
+        trials = self._study.get_trials(deepcopy=False)
+        return [TrialResult.from_json(t.user_attrs["result"]) for t in trials if "result" in t.user_attrs]
+
+    @property
+    def baseline(self) -> TrialResult | None:
+        """The baseline's result, once there is one."""
+        told = (r for r in self.results if r.status not in ("interrupted", "duplicate"))
+        return next((r for r in told if r.origin == BASELINE), None)
+
+    def enqueue(self, config: Config, origin: str, deaths: int = 0) -> None:
+        """Propose ``config`` before anything of the sampler's. Configs queued or told already are left out.
+
+        ``deaths`` counts the processes that ended in the middle of it.
+        """
+        config = dict(self.space.baseline) if origin == BASELINE else self.space.snap(config)
+        if config_key(config) not in self._known():
+            attributes = {"origin": origin, "queued": config, "deaths": deaths}
+            self._study.enqueue_trial(self.space.params(config), user_attrs=attributes)
+
+    def propose(self) -> Proposal | None:
+        """The next config that must be launched; None when every config of the space has been tried.
+
+        Proposals that break a rule or repeat an earlier config are told on the spot and cost no launch.
+        """
+        for _ in range(FRUITLESS):
+            proposal = self._ask()
+            while proposal is None and self._queued():
+                proposal = self._ask()
+            if proposal is not None:
+                return proposal
+        config = self.space.untried(self._known(), self._rng)
+        if config is None:
+            return None
+        self.enqueue(config, "random, after the sampler repeated itself")
+        return self._ask()
+
+    def tell(self, proposal: Proposal, result: TrialResult) -> None:
+        """Record ``result`` and let the sampler learn from it (see the module)."""
+        proposal.trial.set_user_attr("result", result.to_json())
+        if result.status == "interrupted":
+            self._study.tell(proposal.trial, state=TrialState.FAIL)
+        else:
+            self._tell(proposal.trial, result, result.status)
+
+    def _tell(self, trial: optuna.Trial, result: TrialResult, status: Status) -> None:
+        for name, violation in result.violations.items():
+            trial.set_constraint(name, violation)
+        value = result.value(self.objective)
+        if status == "measured" and not math.isnan(value):
+            self._study.tell(trial, value)
+            return
+        if status == "stopped" and not math.isnan(value):
+            trial.report(value, step=1)
+        self._study.tell(trial, state=TrialState.PRUNED)
+
+    def recover(self) -> int:
+        """Fail the trials that a dead process left running and queue them again; returns how many there were."""
+        dead = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        for trial in dead:
+            self._study.tell(trial.number, state=TrialState.FAIL)
+            if "config" in trial.user_attrs:  # else it died before it had decided what to launch
+                self._requeue(trial.user_attrs)
+        return len(dead)
+
+    def interrupt(self, proposal: Proposal, reason: str) -> None:
+        """Give a proposal up without a result; its config is queued for when the study resumes."""
+        self.tell(
+            proposal, TrialResult(proposal.number, proposal.config, proposal.origin, "interrupted", reason)
+        )
+        self.enqueue(proposal.config, proposal.origin)
+
+    def _requeue(self, attributes: Mapping[str, Any]) -> None:
+        self.enqueue(attributes["config"], attributes.get("origin", SAMPLER), attributes.get("deaths", 0) + 1)
+
+    def best(self) -> TrialResult | None:
+        """The feasible config to recommend: among those within TIE of the best, the one with fewest changes."""
+        feasible = [r for r in self.results if r.feasible and not math.isnan(r.value(self.objective))]
+        if not feasible:
+            return None
+        sign = 1 if self.objective.direction == "minimize" else -1
+        top = min(feasible, key=lambda r: sign * r.value(self.objective))
+        near = [r for r in feasible if _close(r.value(self.objective), top.value(self.objective))]
+        return min(near, key=lambda r: (len(self.space.changes(r.config)), sign * r.value(self.objective)))
+
+    def importances(self) -> dict[str, float]:
+        """Flag or axis -> share of the objective's variation (PED-ANOVA); empty with too few trials."""
+        trials = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+        if len({t.value for t in trials}) < 4:
+            return {}
+        names = [a.name for a in self.space.axes if all(a.name in t.params for t in trials)]
+        varied = [n for n in names if len({t.params[n] for t in trials}) > 1]
+        if not varied:
+            return {}
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.5)
+        found = optuna.importance.get_param_importances(self._study, evaluator=evaluator, params=varied)
+        return {name: value for name, value in found.items() if not math.isnan(value)}
+
+    def attribute(self, key: str) -> Any:
+        return self._study.user_attrs.get(key)
+
+    def set_attribute(self, key: str, value: Any) -> None:
+        self._study.set_user_attr(key, value)
+
+    def _ask(self) -> Proposal | None:
+        """Ask once; None where the proposal was settled without a launch."""
+        trial = self._study.ask()
+        origin = trial.user_attrs.get("origin", SAMPLER)
+        config = self.space.suggest(trial)
+        if origin == BASELINE:
+            config = dict(self.space.baseline)
+        proposal = Proposal(trial, config, origin)
+        if earlier := self._earlier(config):
+            reason = f"same config as trial {earlier.number}"
+            repeat = replace(earlier, number=trial.number, origin=origin, status="duplicate", reason=reason)
+            trial.set_user_attr("result", repeat.to_json())
+            self._tell(trial, repeat, earlier.status)
+            return None
+        if trial.user_attrs.get("deaths", 0) > MAX_DEATHS:
+            reason = "the tuner's process died twice while this config was tried"
+            self.tell(
+                proposal,
+                TrialResult(trial.number, config, origin, "failed", reason, violations={SERVES: 1.0}),
+            )
+            return None
+        refusals = self.space.refusals(config) if origin != BASELINE else []
+        if refusals:
+            reason, broken = "; ".join(refusals), {RULE: float(len(refusals))}
+            self.tell(
+                proposal, TrialResult(trial.number, config, origin, "refused", reason, violations=broken)
+            )
+            return None
+        trial.set_user_attr("config", config)
+        return proposal
+
+    def _earlier(self, config: Config) -> TrialResult | None:
+        """The first trial of the same config that came to something."""
+        key = config_key(config)
+        told = (r for r in self.results if r.status not in ("interrupted", "duplicate"))
+        return next((r for r in told if config_key(r.config) == key), None)
+
+    def _queued(self) -> list[optuna.trial.FrozenTrial]:
+        return self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+
+    def _known(self) -> set[str]:
+        """Keys of every config that is queued or came to something."""
+        queued = [t.user_attrs["queued"] for t in self._queued() if "queued" in t.user_attrs]
+        told = [r.config for r in self.results if r.status != "interrupted"]
+        return {config_key(config) for config in queued + told}
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= TIE * abs(b)
+
+
+def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:
+    """``max_num_batched_tokens 512 -> 128, max_num_seqs 16 -> 12``."""
+    return ", ".join(f"{flag} {render_value(a)} -> {render_value(b)}" for flag, (a, b) in changes.items())
