@@ -1,4 +1,4 @@
-"""What a trial came to. Everything the report needs is in here, and all of it lives in the study's storage."""
+"""What a trial came to: all that the report needs, kept in the study's storage."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal, Self
 from tuner.slo import Bound, Objective, name_of
 
 Status = Literal["measured", "stopped", "failed", "refused", "duplicate", "interrupted"]
-"""measured: at full length. stopped: a short rung sufficed. failed: did not serve. refused: broke a rule, not
-launched. duplicate: same config as an earlier trial, whose result it carries. interrupted: counts for nothing."""
+"""measured: at full length. stopped: a short rung sufficed. failed: did not serve. refused: broke a rule and
+was not launched. duplicate: carries the result of an earlier trial. interrupted: counts for nothing."""
 
 SERVES = "serves"
 """The constraint that a trial violates whose server did not start, died, hung or answered errors."""
@@ -19,7 +19,7 @@ SERVES = "serves"
 
 @dataclass(frozen=True)
 class Reading:
-    """One figure of a measurement: seconds, per second, or a count. NaN: not measurable from ``n`` samples."""
+    """One figure of a measurement: seconds, per second, or a count. NaN: ``n`` samples do not give it."""
 
     value: float
     n: int = 0

@@ -6,9 +6,9 @@ Grammar (blanks are free between the parts)::
     preset = "itl" | "ttft" | "throughput"
     bound  = metric [ "{" "class" "=" name "}" ] ( "<" | "<=" | ">" | ">=" ) number [ unit ]
 
-``itl_p99<50ms,ttft_p95{class=short}<300ms,throughput>100``. Latencies need a unit (``ms``, ``s``, ``us``) and are
-bounded from above; rates (``throughput`` in output tokens/s, ``request_rate`` in requests/s) take none and are
-bounded from below. Inside vtune every latency is in seconds.
+For example ``itl_p99<50ms,ttft_p95{class=short}<300ms,throughput>100``. Latencies need a unit (``ms``, ``s``,
+``us``) and are bounded from above; rates (``throughput`` in output tokens/s, ``request_rate`` in requests/s)
+take none and are bounded from below. Inside vtune every latency is in seconds.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Bound:
     def violation(self, value: float) -> float:
         """How far ``value`` is beyond the limit, relative, in (-inf, 1); <= 0 holds the bound.
 
-        NaN, for a metric that could not be measured, is not a violation that can be quantified: it counts as 1.
+        A metric that could not be measured (NaN) violates it by 1.
         """
         if math.isnan(value):
             return 1.0
@@ -107,7 +107,7 @@ class Objective:
         return name_of(self.metric, self.cls)
 
     def better(self, a: float, b: float) -> bool:
-        """True when ``a`` is strictly better than ``b``; a NaN is never better, and always worse than a number."""
+        """True when ``a`` is strictly better than ``b``; a NaN is worse than any number."""
         if math.isnan(a) or math.isnan(b):
             return math.isnan(b) and not math.isnan(a)
         return a < b if self.direction == "minimize" else a > b

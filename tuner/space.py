@@ -1,9 +1,9 @@
 """What may be varied: knobs as ladders of values, and the rules that a config must hold before any launch.
 
-A config maps flag names (vLLM's, snake_case) to values and is *effective*: every knob has a value in it, defaults
-filled in. An axis is one parameter of the search; a knob like ``speculative_config`` spreads over several axes,
-named ``flag.key``. Axes are ladders and not free numbers: neighbours differ enough to be told apart by a
-measurement, values are the ones that people write, and a config that was measured is recognised when it returns.
+A config maps flag names (vLLM's, snake case) to values and is *effective*: every knob has a value in it,
+defaults filled in. An axis is one parameter of the search; a knob like ``speculative_config`` spreads over
+several axes, named ``flag.key``. Axes are ladders, not free numbers: a measurement can tell neighbours apart,
+the values are those that people write, and a config that was measured is recognised when it returns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import optuna
+from optuna.trial import BaseTrial, FixedTrial
 
 Config = Mapping[str, Any]
 Value = int | float | str | bool
@@ -37,7 +37,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "enable_prefix_caching": True,
         "scheduling_policy": "fcfs",
     },
-    # vLLM chooses the first two by device and usage; these are its values for a server on most GPUs and on CPUs.
+    # vLLM chooses the first two by device and usage; these are the values of most GPUs.
     "vllm": {
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 256,
@@ -59,7 +59,7 @@ class SpaceError(ValueError):
 
 @dataclass(frozen=True)
 class Axis:
-    """One parameter of the search. The index into ``values`` is what the sampler sees, where they are ordered."""
+    """One parameter of the search. Of ordered values the sampler sees the index into ``values``."""
 
     name: str
     values: tuple[Value, ...]
@@ -71,13 +71,13 @@ class Axis:
     def flag(self) -> str:
         return self.name.partition(".")[0]
 
-    def suggest(self, trial: optuna.trial.BaseTrial) -> Value:
+    def suggest(self, trial: BaseTrial) -> Value:
         if self.ordered:
             return self.values[trial.suggest_int(self.name, 0, len(self.values) - 1)]
         return trial.suggest_categorical(self.name, self.values)
 
     def param(self, value: Value) -> Value:
-        """The sampler's parameter for the value on the ladder nearest to ``value`` (ratio, where positive)."""
+        """The sampler's parameter for the rung nearest to ``value`` (by ratio, where positive)."""
         if not self.ordered:
             return value
         index = range(len(self.values))
@@ -150,7 +150,7 @@ class Space:
     def flags(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(axis.flag for axis in self.axes))
 
-    def suggest(self, trial: optuna.trial.BaseTrial) -> dict[str, Any]:
+    def suggest(self, trial: BaseTrial) -> dict[str, Any]:
         """The config that the sampler proposes."""
         chosen: dict[str, Value] = {}
         for axis in self.axes:
@@ -159,14 +159,14 @@ class Space:
         return self._assemble(chosen)
 
     def params(self, config: Config) -> dict[str, Value]:
-        """The sampler's parameters for ``config``, moved onto the ladders; what it does not name is the baseline's."""
+        """The sampler's parameters for ``config``, moved onto the ladders (else the baseline's)."""
         values = _flatten({**self.baseline, **config})
         axes = [a for a in self.axes if a.needs is None or values.get(a.needs)]
         return {axis.name: axis.param(values[axis.name]) for axis in axes if axis.name in values}
 
     def snap(self, config: Config) -> dict[str, Any]:
         """``config`` with every searched flag moved onto its ladder."""
-        return self.suggest(optuna.trial.FixedTrial(self.params(config)))
+        return self.suggest(FixedTrial(self.params(config)))
 
     def refusals(self, config: Config) -> list[str]:
         """Why ``config`` must not be launched; empty when it may."""
@@ -196,7 +196,7 @@ class Space:
         return independent * math.prod(dependent)
 
     def untried(self, tried: Iterable[str], rng: random.Random) -> dict[str, Any] | None:
-        """A random config that breaks no rule and whose key is not in ``tried``; None when there is none left."""
+        """A random config that breaks no rule and whose key is not in ``tried``; None when none is left."""
         seen = set(tried)
         candidates = self._every() if self.size <= 4096 else self._random(rng, 4096)
         fresh = [c for c in candidates if config_key(c) not in seen and not self.refusals(c)]
@@ -239,8 +239,8 @@ def build_space(
 ) -> Space:
     """The axes for a model of ``max_model_len`` tokens around ``baseline`` (effective, see the module).
 
-    ``fix`` names flags to leave at the baseline's value (``all``: every one that ``vary`` does not name); ``vary``
-    adds flags, with the values to try, or None for the flag's own range. Raises SpaceError.
+    ``fix`` names flags to leave at the baseline's value (``all``: every one that ``vary`` does not name);
+    ``vary`` adds flags, with the values to try, or None for the flag's own range. Raises SpaceError.
     """
     vary = dict(vary or {})
     known = {axis.flag for axis in _axes(baseline, max_model_len)} | set(_CHOICES)
@@ -305,7 +305,7 @@ def _axes(baseline: Config, max_model_len: int) -> list[Axis]:
 
 
 def geometric(low: int, high: int, include: int = 0) -> tuple[int, ...]:
-    """Powers of two and the steps half-way between (…, 128, 192, 256, …) in [low, high], and ``include`` if > 0."""
+    """Powers of two and the steps half-way (…, 128, 192, 256, …) in [low, high], and ``include`` if > 0."""
     steps = {base * 2**power for base in (2, 3) for power in range(31)}
     chosen = {step for step in steps if low <= step <= high}
     return tuple(sorted(chosen | ({include} if include > 0 else set())))

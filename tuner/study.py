@@ -1,6 +1,6 @@
 """The search's memory and its proposals: an Optuna study driven by ask and tell.
 
-How each outcome is told, so that the sampler (constrained TPE) learns from it and no objective value is invented:
+How each outcome is told, so that the sampler (constrained TPE) learns and no value is invented:
 
 =================  =========  ==========================================  =========================
 outcome            state      constraints                                 value
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import optuna
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, Trial, TrialState
 
 from tuner.result import SERVES, Status, TrialResult
 from tuner.slo import Objective
@@ -34,7 +34,7 @@ SAMPLER = "sampler"
 RULE = "rule"
 
 TIE = 0.05
-"""Objectives closer than this are not told apart by one measurement each; the config with fewer changes wins."""
+"""Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
 STARTUP_TRIALS = 6
 FRUITLESS = 5
 """After so many proposals in a row that cannot be launched, an untried config is drawn at random."""
@@ -50,7 +50,7 @@ class StudyError(Exception):
 class Proposal:
     """A config to be measured; it is told exactly once."""
 
-    trial: optuna.Trial
+    trial: Trial
     config: dict[str, Any]
     origin: str
 
@@ -143,7 +143,7 @@ class Study:
         else:
             self._tell(proposal.trial, result, result.status)
 
-    def _tell(self, trial: optuna.Trial, result: TrialResult, status: Status) -> None:
+    def _tell(self, trial: Trial, result: TrialResult, status: Status) -> None:
         for name, violation in result.violations.items():
             trial.set_constraint(name, violation)
         value = result.value(self.objective)
@@ -155,7 +155,7 @@ class Study:
         self._study.tell(trial, state=TrialState.PRUNED)
 
     def recover(self) -> int:
-        """Fail the trials that a dead process left running and queue them again; returns how many there were."""
+        """Fail the trials that a dead process left running, and queue them again; returns how many."""
         dead = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
         for trial in dead:
             self._study.tell(trial.number, state=TrialState.FAIL)
@@ -174,7 +174,7 @@ class Study:
         self.enqueue(attributes["config"], attributes.get("origin", SAMPLER), attributes.get("deaths", 0) + 1)
 
     def best(self) -> TrialResult | None:
-        """The feasible config to recommend: among those within TIE of the best, the one with fewest changes."""
+        """The feasible config to recommend: of those within TIE of the best, the one with fewest changes."""
         feasible = [r for r in self.results if r.feasible and not math.isnan(r.value(self.objective))]
         if not feasible:
             return None
@@ -239,7 +239,7 @@ class Study:
         told = (r for r in self.results if r.status not in ("interrupted", "duplicate"))
         return next((r for r in told if config_key(r.config) == key), None)
 
-    def _queued(self) -> list[optuna.trial.FrozenTrial]:
+    def _queued(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
 
     def _known(self) -> set[str]:
