@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 _REPLACEMENT = "\ufffd"
+_LONGEST_CHARACTER = 4
+"""Bytes, and so tokens at most, of a UTF-8 character."""
+_MAX_PENDING = 2 * _LONGEST_CHARACTER
 
 
 class ChatTemplateError(ValueError):
@@ -173,9 +176,15 @@ class IncrementalDetokenizer:
         return self.text[start:]
 
     def _advance(self, final: bool) -> None:
+        end = len(self._tokens)
         known = self._tokenizer.decode(self._tokens[self._prefix : self._read], self._skip)
         whole = self._tokenizer.decode(self._tokens[self._prefix :], self._skip)
-        if len(whole) <= len(known) or (whole.endswith(_REPLACEMENT) and not final):
-            return
-        self.text += whole[len(known) :]
-        self._prefix, self._read = self._read, len(self._tokens)
+        if whole.endswith(_REPLACEMENT) and not final:
+            if end - self._read <= _MAX_PENDING:
+                return
+            # No character has so many bytes: the text is broken, and only its tail may still become whole.
+            end -= _LONGEST_CHARACTER
+            whole = self._tokenizer.decode(self._tokens[self._prefix : end], self._skip)
+        if len(whole) > len(known):
+            self.text += whole[len(known) :]
+            self._prefix, self._read = self._read, end

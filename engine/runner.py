@@ -1,0 +1,175 @@
+"""The model behind the seam: executes a step's plan with one forward for prefill and decode together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.config import ConfigError, EngineConfig
+from engine.kernels import make_kernels
+from engine.kernels.base import Batch
+from engine.model import ModelConfig, Workspace, attention_shape, load_decoder
+from engine.request import Request
+from engine.sampler import Sampler, SampleRow
+from engine.spec.ngram import NgramProposer
+from engine.spec.rejection import accept
+from engine.step import PLACEHOLDER_TOKEN_ID, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
+from engine.weights import open_checkpoint, read_json, resolve_model
+
+
+@dataclass(frozen=True, slots=True)
+class _Verify:
+    """The rows of logits that decide what one request emits: ``[start, start + 1 + len(drafts))``."""
+
+    request: Request
+    drafts: tuple[int, ...]
+    start: int
+
+
+class ModelRunner:
+    """Holds weights, paged KV and sampler. Between steps it keeps nothing of a request but its KV blocks."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load the weights. Raises ModelError, FetchError or ConfigError."""
+        path = resolve_model(config.model)
+        self.model_config = _read_model_config(path, config)
+        self.config = config.resolved(self.model_config.max_position_embeddings)
+        self._max_model_len = _max_model_len(self.config, self.model_config)
+        self.dtype = _dtype(config.dtype, self.model_config.dtype)
+        shape = attention_shape(self.model_config, config.block_size)
+        cos, sin = self.model_config.rope.tables(shape.head_dim, self._max_model_len)
+        self._kernels = make_kernels(shape, self.dtype, cos, sin)
+        checkpoint = open_checkpoint(path, config.load_format, config.seed)
+        self._decoder = load_decoder(self.model_config, self._kernels, checkpoint.tensors())
+        self.weights_bytes = self._decoder.weights_bytes
+        self.kv_bytes_per_token = 2 * shape.kv_size * self.dtype.itemsize * self.model_config.num_layers
+        self._max_rows = min(
+            config.max_num_seqs * (1 + config.num_speculative_tokens), config.max_num_batched_tokens
+        )
+        self._workspace = Workspace(
+            self.model_config, self.dtype, config.max_num_batched_tokens, self._max_rows
+        )
+        self._caches: list[Any] = []
+        self._sampler = Sampler(config.seed)
+        speculative = config.speculative_config
+        self._proposer = NgramProposer(speculative, self._max_model_len) if speculative else None
+
+    def profile_activation(self) -> int:
+        """Peak bytes of a step of max_num_batched_tokens: every buffer of the step, plus what its operations
+        and the sampler allocate beside them (these two never at the same time)."""
+        operations = self._kernels.scratch_bytes(
+            self.config.max_num_batched_tokens, self.config.max_num_seqs, self._max_model_len
+        )
+        sampling = Sampler.scratch_bytes(self._max_rows, self.model_config.vocab_size)
+        return self._workspace.nbytes + max(operations, sampling)
+
+    def allocate(self, num_blocks: int) -> None:
+        """Make the paged KV tensors of every layer, ``num_blocks`` blocks each (the null block included)."""
+        self._caches = [self._kernels.allocate_cache(num_blocks) for _ in range(self.model_config.num_layers)]
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's tokens into the KV cache, and choose the next ones of requests that emit."""
+        if not plan.scheduled:
+            return StepResult({})
+        token_ids, batch = self._inputs(plan.scheduled)
+        hidden = self._decoder.forward(token_ids, batch, self._caches, self._workspace)
+        rows, verify = _logit_rows(plan.scheduled, batch)
+        if not verify:
+            return StepResult({})
+        logits = self._decoder.logits(hidden, torch.tensor(rows), self._workspace)
+        return self._emit(logits, verify)
+
+    def _inputs(self, scheduled: Sequence[ScheduledRequest]) -> tuple[torch.Tensor, Batch]:
+        """The step's token ids, and where each of them stands."""
+        block_size = self.config.block_size
+        tokens: list[int] = []
+        blocks: list[list[int]] = []
+        for item in scheduled:
+            end = item.start + item.num_tokens
+            tokens += item.request.token_ids[item.start : end - len(item.drafts)]
+            tokens += (max(draft, 0) for draft in item.drafts)  # a placeholder needs some embedding
+            blocks.append(item.request.block_ids[: -(-end // block_size)])
+        starts = np.array([item.start for item in scheduled], dtype=np.int32)
+        counts = np.array([item.num_tokens for item in scheduled], dtype=np.int32)
+        query_start = _offsets(counts)
+        table_start = _offsets(np.array([len(table) for table in blocks], dtype=np.int32))
+        tables = np.fromiter(chain.from_iterable(blocks), dtype=np.int32, count=int(table_start[-1]))
+        sequence = np.repeat(np.arange(len(scheduled), dtype=np.int32), counts)
+        positions = np.arange(len(tokens), dtype=np.int32) - query_start[sequence] + starts[sequence]
+        slots = tables[table_start[sequence] + positions // block_size] * block_size + positions % block_size
+        batch = Batch(positions, slots, query_start, starts + counts, tables, table_start)
+        return torch.tensor(tokens), batch
+
+    def _emit(self, logits: torch.Tensor, verify: Sequence[_Verify]) -> StepResult:
+        rows = [
+            SampleRow(item.request, item.drafts[:place])
+            for item in verify
+            for place in range(len(item.drafts) + 1)
+        ]
+        sampled, logprobs = self._sampler.sample(logits, rows)
+        tokens: dict[str, list[int]] = {}
+        drafts: dict[str, list[int]] = {}
+        found: dict[str, list[TokenLogprobs]] = {}
+        for item in verify:
+            name, end = item.request.request_id, item.start + len(item.drafts) + 1
+            emitted = accept(item.drafts, sampled[item.start : end])
+            tokens[name] = emitted
+            if item.request.sampling.logprobs is not None:
+                asked = logprobs[item.start : item.start + len(emitted)]
+                found[name] = [entry for entry in asked if entry is not None]
+            if self._proposer is not None:
+                drafts[name] = self._proposer.propose(item.request.token_ids + emitted)
+        return StepResult(tokens, drafts, found)
+
+
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    """[0, c0, c0 + c1, ...]: where each of some runs laid end to end begins."""
+    offsets = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=offsets[1:])
+    return offsets
+
+
+def _logit_rows(scheduled: Sequence[ScheduledRequest], batch: Batch) -> tuple[list[int], list[_Verify]]:
+    """Rows of the batch that need logits: each emitting request's last token and its drafts."""
+    rows: list[int] = []
+    verify: list[_Verify] = []
+    for item, end in zip(scheduled, batch.query_start[1:].tolist(), strict=True):
+        if not item.emits:
+            continue
+        first = end - 1 - len(item.drafts)
+        real = () if PLACEHOLDER_TOKEN_ID in item.drafts else item.drafts
+        verify.append(_Verify(item.request, real, len(rows)))
+        rows += range(first, first + len(real) + 1)
+    return rows, verify
+
+
+def _read_model_config(path: Path, config: EngineConfig) -> ModelConfig:
+    checkpoint = open_checkpoint(path, config.load_format, config.seed)
+    generation = path / "generation_config.json"
+    return ModelConfig.from_hf(checkpoint.config, read_json(generation) if generation.is_file() else None)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    length, limit = config.max_model_len, model.max_position_embeddings
+    assert length is not None
+    if length > limit:
+        raise ConfigError(
+            "max_model_len",
+            length,
+            f"exceeds the {limit} positions that the model was trained for",
+            f"give at most {limit}, or drop the flag",
+        )
+    return length
+
+
+def _dtype(flag: str, checkpoint: str) -> torch.dtype:
+    """What to compute in; "auto" is the checkpoint's own where that is float32, else bfloat16."""
+    name = checkpoint if flag == "auto" else flag
+    return torch.float32 if name == "float32" else torch.bfloat16

@@ -1,0 +1,206 @@
+"""Logits to tokens, over the whole batch, with vLLM's meaning of every parameter.
+
+Order: raw logprobs, ``min_tokens`` mask, penalties, temperature, min-p, top-k, top-p, draw.
+A draw needs one uniform number. For a request with a seed it is a hash of the seed and the token's place in the
+output, so that the text does not depend on batching, preemption or speculation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.request import Request, SamplingParams
+from engine.step import TokenLogprobs
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below count as 0, as in vLLM."""
+
+CANDIDATES = 512
+"""top-p looks at so many of the largest logits first; only a flatter distribution is sorted as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """One row of logits: whose it is, and the drafts that stand before the token to be chosen."""
+
+    request: Request
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
+    def position(self) -> int:
+        """The chosen token's place in the output."""
+        return self.request.num_output_tokens + len(self.drafts)
+
+
+class Sampler:
+    """Chooses a token for each row. ``seed`` is the engine's: it drives requests that have none."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._random = np.random.default_rng(seed)
+
+    @staticmethod
+    def scratch_bytes(rows: int, vocab_size: int) -> int:
+        """Peak bytes beside the logits: a filtered copy, its probabilities and their running sum, fp32."""
+        return 3 * 4 * rows * vocab_size
+
+    def sample(
+        self, logits: torch.Tensor, rows: Sequence[SampleRow]
+    ) -> tuple[list[int], list[TokenLogprobs | None]]:
+        """Token and (where asked for) logprobs of each row of ``logits`` [R, vocab], which is overwritten."""
+        wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+        raw = logits[wants].log_softmax(-1) if wants else None
+        for i, row in enumerate(rows):
+            params = row.params
+            if row.position < params.min_tokens:
+                _mask_stops(logits[i], row)
+            if params.repetition_penalty != 1.0:
+                _penalise_repetition(logits[i], row)
+            if params.presence_penalty or params.frequency_penalty:
+                _penalise_presence(logits[i], row)
+        tokens = self._choose(logits, rows)
+        found: list[TokenLogprobs | None] = [None] * len(rows)
+        if raw is not None:
+            for place, i in enumerate(wants):
+                found[i] = token_logprobs(raw[place], tokens[i], rows[i].params.logprobs or 0)
+        return tokens, found
+
+    def _choose(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
+        drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
+        if not drawn:
+            tokens: list[int] = logits.argmax(-1).tolist()
+            return tokens
+        tokens = logits.argmax(-1).tolist() if len(drawn) < len(rows) else [0] * len(rows)
+        filtered = [i for i in drawn if _is_filtered(rows[i].params, logits.shape[-1])]
+        plain = [i for i in drawn if not _is_filtered(rows[i].params, logits.shape[-1])]
+        for group, choose in ((plain, _draw), (filtered, _draw_filtered)):
+            if group:
+                members = [rows[i] for i in group]
+                scaled = _scale(logits[group], members)
+                for i, token in zip(group, choose(scaled, members, self._uniforms(members)), strict=True):
+                    tokens[i] = token
+        return tokens
+
+    def _uniforms(self, rows: Sequence[SampleRow]) -> torch.Tensor:
+        values = [
+            float(self._random.random())
+            if row.params.seed is None
+            else seeded_uniform(row.params.seed, row.position)
+            for row in rows
+        ]
+        return torch.tensor(values, dtype=torch.float32).unsqueeze(-1)
+
+
+def seeded_uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) from a seed and a place, by two rounds of splitmix64's mixing function."""
+    state = _mix64(seed) ^ (position + 1)
+    return (_mix64(state) >> 11) * 2.0**-53
+
+
+def _mix64(value: int) -> int:
+    mask = (1 << 64) - 1
+    value = (value + 0x9E3779B97F4A7C15) & mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)
+
+
+def token_logprobs(logprobs: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+    """Report ``token`` and the ``count`` most likely ones of one row [vocab] of log-probabilities."""
+    own = logprobs[token]
+    rank = int((logprobs > own).sum()) + 1
+    top = logprobs.topk(min(count, len(logprobs))) if count else None
+    pairs = () if top is None else tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    return TokenLogprobs(token, float(own), rank, pairs)
+
+
+def _mask_stops(logits: torch.Tensor, row: SampleRow) -> None:
+    """Below ``min_tokens`` nothing that would stop the request can be chosen (EOS also under ignore_eos)."""
+    stops = (*row.request.eos_token_ids, *row.params.stop_token_ids)
+    logits[[i for i in stops if 0 <= i < len(logits)]] = -torch.inf
+
+
+def _penalise_repetition(logits: torch.Tensor, row: SampleRow) -> None:
+    """On prompt and output, multiplicative (arXiv:1909.05858)."""
+    seen = torch.tensor(sorted({*row.request.token_ids, *row.drafts}), dtype=torch.long)
+    values, penalty = logits[seen], row.params.repetition_penalty
+    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+
+
+def _penalise_presence(logits: torch.Tensor, row: SampleRow) -> None:
+    """Presence and frequency, on output only, subtractive (OpenAI's API reference)."""
+    output = torch.tensor([*row.request.output_token_ids, *row.drafts], dtype=torch.long)
+    seen, counts = output.unique(return_counts=True)
+    logits[seen] -= row.params.frequency_penalty * counts + row.params.presence_penalty
+
+
+def _is_filtered(params: SamplingParams, vocab_size: int) -> bool:
+    return 0 < params.top_k < vocab_size or params.top_p < 1.0
+
+
+def _column(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float32).unsqueeze(-1)
+
+
+def _scale(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """Divide by temperature; then min-p: drop what is less likely than min_p times the likeliest."""
+    logits = logits.div_(_column([row.params.temperature for row in rows]))
+    if any(row.params.min_p > 0 for row in rows):
+        floor = logits.amax(-1, keepdim=True) + _column([row.params.min_p for row in rows]).log()
+        logits.masked_fill_(logits < floor, -torch.inf)
+    return logits
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], uniforms: torch.Tensor) -> list[int]:
+    return _invert(logits.softmax(-1), uniforms).tolist()
+
+
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    """The column of each row [R, n] where its running sum passes ``uniforms`` [R, 1] times its total: [R]."""
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    columns = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True).squeeze(-1)
+    # Rounding may carry the target to the total itself: then the last column that has any weight.
+    last = weights.shape[-1] - 1 - (weights > 0).int().flip(-1).argmax(-1)
+    return torch.minimum(columns, last)
+
+
+def _draw_filtered(logits: torch.Tensor, rows: Sequence[SampleRow], uniforms: torch.Tensor) -> list[int]:
+    """top-k, then top-p of what is left, then draw; on the largest logits only where they suffice."""
+    vocab = logits.shape[-1]
+    top_k = [row.params.top_k if 0 < row.params.top_k < vocab else vocab for row in rows]
+    bounded = [k for k in top_k if k < vocab]
+    width = min(vocab, max([CANDIDATES, *bounded]))
+    values, indices = logits.topk(width, dim=-1)
+    log_total = logits.logsumexp(-1, keepdim=True)
+    if not _suffices(values, log_total, top_k, rows):
+        values, indices = logits.sort(dim=-1, descending=True)
+        width = vocab
+    beyond = torch.arange(width) >= torch.tensor(top_k).unsqueeze(-1)
+    values = values.masked_fill(beyond, -torch.inf)
+    # The total is over the k that are left, or over the whole vocabulary where top-k is off.
+    unbounded = torch.tensor([k == vocab for k in top_k]).unsqueeze(-1)
+    total = torch.where(unbounded, log_total, values.logsumexp(-1, keepdim=True))
+    weights = (values - total).exp()
+    before = weights.cumsum(-1) - weights
+    outside = before >= _column([row.params.top_p for row in rows])
+    outside[:, 0] = False  # the likeliest is always kept
+    chosen = _invert(weights.masked_fill_(outside, 0.0), uniforms)
+    return indices.gather(-1, chosen.unsqueeze(-1)).squeeze(-1).tolist()
+
+
+def _suffices(
+    values: torch.Tensor, log_total: torch.Tensor, top_k: Sequence[int], rows: Sequence[SampleRow]
+) -> bool:
+    """Whether the candidates hold everything that top-k or top-p keeps, for every row."""
+    mass = (values - log_total).exp().sum(-1).tolist()
+    return all(
+        k <= values.shape[-1] or part >= row.params.top_p
+        for k, part, row in zip(top_k, mass, rows, strict=True)
+    )

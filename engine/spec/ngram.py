@@ -1,0 +1,42 @@
+"""Prompt lookup: what followed the last few tokens when they occurred before is proposed again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.config import SpeculativeConfig
+
+
+class NgramProposer:
+    """Drafts from the request's own tokens; no model. Same choice as vLLM's n-gram proposer."""
+
+    def __init__(self, config: SpeculativeConfig, max_model_len: int) -> None:
+        self._k = config.num_speculative_tokens
+        self._min, self._max = config.prompt_lookup_min, config.prompt_lookup_max
+        self._max_model_len = max_model_len
+
+    def propose(self, token_ids: Sequence[int]) -> list[int]:
+        """Up to k tokens after the first occurrence of the longest suffix (min to max tokens) that recurs."""
+        k = min(self._k, self._max_model_len - len(token_ids))
+        if k <= 0 or len(token_ids) < self._min + 1:
+            return []
+        tokens = np.asarray(token_ids, dtype=np.int32)
+        end = self._match_end(tokens)
+        return [] if end is None else tokens[end : end + k].tolist()
+
+    def _match_end(self, tokens: np.ndarray) -> int | None:
+        """Where the best earlier occurrence of the suffix ends: the longest, of equals the first."""
+        total = len(tokens)
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1  # an occurrence of 1 token ends here
+        best: int | None = None
+        for length in range(1, min(self._max, total - 1) + 1):
+            if length > 1:
+                ends = ends[ends >= length]
+                ends = ends[tokens[ends - length] == tokens[total - length]]
+            if not len(ends):
+                break
+            if length >= self._min:
+                best = int(ends[0])
+        return best
