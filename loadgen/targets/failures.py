@@ -1,0 +1,64 @@
+"""Why a server ended, read from its log and exit status."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from loadgen.targets.supervise import CANNOT_START
+
+
+@dataclass(frozen=True)
+class Failure:
+    """``reason`` as in TargetFailed; ``detail`` is the line of the log that says so, or a sentence."""
+
+    reason: str
+    detail: str
+
+
+_SIGNS = [
+    ("not_found", r"^cannot start .*"),
+    ("port_taken", r"address already in use|Errno 98\b|Errno 48\b|port \d+ is (already )?(in use|taken)"),
+    ("disk_full", r"No space left on device|Disk quota exceeded"),
+    (
+        "kv_cache_too_small",
+        r"No available memory for the cache blocks"
+        r"|larger than the (maximum number of tokens that can be stored in|available) KV cache"
+        r"|KV cache .*(too small|does not fit|is needed|needed to serve)|--max-model-len .*KV (cache|pool)",
+    ),
+    (
+        "out_of_memory",
+        r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory|Cannot allocate memory"
+        r"|less than desired GPU memory utilization",
+    ),
+    (
+        "bad_flag",
+        r"unrecognized arguments?|error: argument|No such option|Invalid value for|invalid choice"
+        r"|^--[a-z-]+ .*Fix: |validation errors? for \w*Config|ValueError: .*(max_num|must be|should be)",
+    ),
+    (
+        "model_not_found",
+        r"not a valid model identifier|Repository Not Found|does not appear to have a file named"
+        r"|can't load the configuration|model .*(not found|does not exist)",
+    ),
+]
+_PATTERNS = [(reason, re.compile(pattern, re.IGNORECASE)) for reason, pattern in _SIGNS]
+_SIGNALS = {6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
+
+
+def classify(log: str, status: int) -> Failure:
+    """The most telling cause in the log: the first in order that any line shows, with its last such line."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    for reason, pattern in _PATTERNS:
+        if (reason == "not_found") != (status == CANNOT_START):
+            continue
+        for line in reversed(lines):
+            if pattern.search(line):
+                return Failure(reason, line[-400:])
+    if status > 128:
+        number = status - 128
+        name = _SIGNALS.get(number, f"signal {number}")
+        hint = ": often the kernel, short of memory" if number == 9 else ""
+        return Failure("killed", f"the server was ended by {name}{hint}")
+    last = f"; its last line: {lines[-1][-300:]}" if lines else "; it printed nothing"
+    return Failure("exited", f"the server exited with status {status}{last}")

@@ -1,0 +1,88 @@
+"""A server's process tree, as the side that uses it sees it. The other half is ``supervise.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from loadgen.targets import supervise
+
+log = logging.getLogger(__name__)
+
+_MARGIN = supervise.LEFTOVER_GRACE + supervise.KILL_PATIENCE + 3.0
+
+
+class ServerProcess:
+    """A command that runs, with everything it starts, until :meth:`stop` or until this process ends.
+
+    The command gets a session of its own (a Ctrl-C at the terminal does not reach it), its output goes to
+    ``log_path``. Closing happens on every way out of this process: ``stop``, an exception, SIGKILL.
+    Raises OSError if the log cannot be opened.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        grace: float = 10.0,
+    ) -> None:
+        self.log_path = log_path
+        self._grace = grace
+        supervisor = [sys.executable, "-P", supervise.__file__, str(os.getpid()), str(grace)]
+        with open(log_path, "ab") as output:
+            self._supervisor = subprocess.Popen(
+                [*supervisor, *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        """The server's exit status (128 + N after signal N), None while it runs. Its tree is gone by then."""
+        return self._supervisor.poll()
+
+    def stop(self) -> int:
+        """End the whole tree and return the exit status. May be called again. An interrupt cuts it short."""
+        if self._supervisor.stdin is not None:
+            self._supervisor.stdin.close()  # from here on the tree ends, whatever happens to us
+        try:
+            self._supervisor.wait(self._grace + _MARGIN)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        except BaseException:
+            self._supervisor.terminate()
+            self._supervisor.wait(_MARGIN)
+            raise
+        return self._supervisor.returncode
+
+    def _kill(self) -> None:
+        """The supervisor itself does not answer: end the tree from here."""
+        log.warning("the server's supervisor (pid %d) hangs: killing its tree", self._supervisor.pid)
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self._supervisor.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        self._supervisor.kill()
+        self._supervisor.wait()
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last lines of the log, as text; at most 64 KiB are read."""
+        try:
+            with open(self.log_path, "rb") as file:
+                file.seek(0, os.SEEK_END)
+                file.seek(max(0, file.tell() - (1 << 16)))
+                text = file.read().decode(errors="replace")
+        except OSError as error:
+            return f"(the log {self.log_path} cannot be read: {error.strerror})"
+        return "\n".join(text.splitlines()[-lines:])
