@@ -1,0 +1,122 @@
+"""The statistics behind a comparison, on numbers made for it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from loadgen.paired import Effect, Verdict, floor_of, holm, judge, overall, paired_effect, rises
+
+
+def test_interval_and_p_are_students_on_log_ratios() -> None:
+    a, b = [10.0, 12.0, 9.0, 11.0], [13.0, 14.0, 12.5, 13.0]
+    effect = paired_effect(a, b)
+    logs = np.log(np.array(b) / np.array(a))
+    expected = stats.ttest_1samp(logs, 0)
+    interval = expected.confidence_interval(0.95)
+    assert effect.p == pytest.approx(expected.pvalue)
+    assert (effect.low, effect.high) == pytest.approx((math.exp(interval.low), math.exp(interval.high)))
+    assert effect.ratio == pytest.approx(effect.b / effect.a)
+
+
+def test_two_pairs_give_an_honestly_wide_interval() -> None:
+    effect = paired_effect([100, 100], [50, 60])
+    assert effect.low < 0.2
+    assert effect.high > 1.5
+
+
+def test_one_pair_proves_nothing() -> None:
+    effect = paired_effect([100], [10])
+    assert (effect.low, effect.high, effect.p) == (0, math.inf, 1)
+    assert judge(effect, 1.0, floor=0.05, rises=False) == "inconclusive"
+
+
+def test_equal_runs_have_a_point_interval() -> None:
+    assert paired_effect([3, 4], [3, 4]) == Effect(
+        2, pytest.approx(12**0.5), pytest.approx(12**0.5), 1, 1, 1, 1
+    )
+
+
+def test_wild_pairs_do_not_overflow() -> None:
+    effect = paired_effect([1e-300, 1e300], [1e300, 1e-300])
+    assert effect.low == 0
+    assert math.isfinite(effect.high)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_values_without_a_logarithm_are_refused(bad: float) -> None:
+    with pytest.raises(ValueError, match="positive, finite"):
+        paired_effect([1, 2], [1, bad])
+
+
+def test_holm_by_hand() -> None:
+    # 4 x 0.01 = 0.04, 3 x 0.02 = 0.06, 2 x 0.03 = 0.06, 1 x 0.04 = 0.04 lifted to 0.06
+    assert holm([0.04, 0.01, 0.03, 0.02]) == pytest.approx([0.06, 0.04, 0.06, 0.06])
+    assert holm([]) == []
+    assert holm([0.9, 0.8]) == [1.0, 1.0]
+
+
+def _effect(ratio: float, low: float, high: float) -> Effect:
+    return Effect(8, 1.0, ratio, ratio, low, high, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("effect", "p", "more_is_better", "verdict"),
+    [
+        (_effect(1.20, 1.10, 1.31), 0.01, False, "regress"),
+        (_effect(1.20, 1.10, 1.31), 0.01, True, "improve"),
+        (_effect(0.80, 0.70, 0.91), 0.01, False, "improve"),
+        (_effect(0.80, 0.70, 0.91), 0.01, True, "regress"),
+        (_effect(1.20, 1.10, 1.31), 0.06, False, "inconclusive"),  # not after Holm's adjustment
+        (_effect(1.03, 1.02, 1.04), 0.01, False, "pass"),  # proven, below the floor
+        (_effect(1.04, 1.02, 1.06), 0.01, False, "inconclusive"),  # may exceed the floor
+        (_effect(0.97, 0.96, 0.98), 0.01, False, "pass"),  # better, below the floor
+        (_effect(1.00, 0.90, 1.11), 0.90, False, "inconclusive"),
+        (_effect(1.00, 0.97, 1.03), 0.90, False, "pass"),
+        (_effect(1.00, 0.97, 1.03), 0.90, True, "pass"),
+        (_effect(0.60, 0.00, math.inf), 1.00, True, "inconclusive"),
+    ],
+)
+def test_judge(effect: Effect, p: float, more_is_better: bool, verdict: Verdict) -> None:
+    assert judge(effect, p, floor=0.05, rises=more_is_better) == verdict
+
+
+def test_the_worst_verdict_decides() -> None:
+    assert overall(["pass", "improve", "pass"]) == "improve"
+    assert overall(["pass", "improve", "inconclusive"]) == "inconclusive"
+    assert overall(["regress", "inconclusive"]) == "regress"
+    assert overall(["regress", "invalid"]) == "invalid"
+    assert overall([]) == "invalid"
+
+
+def test_floors_and_directions() -> None:
+    assert [floor_of(m) for m in ("ttft_p50", "throughput", "e2e_mean")] == [0.05] * 3
+    assert [floor_of(m) for m in ("ttft_p95{class=short}", "itl_p99", "max_stall")] == [0.15] * 3
+    assert [m for m in ("throughput", "goodput{class=a}", "itl_p99", "tpot_mean") if rises(m)] == [
+        "throughput",
+        "goodput{class=a}",
+    ]
+
+
+def test_false_alarms_and_power_over_eight_pairs_of_noisy_runs() -> None:
+    """Three metrics, 8 pairs, run-to-run noise of 2 % (medians) and 8 % (tail), 1,000 comparisons."""
+    rng = np.random.default_rng(7)
+    noise = {"ttft_p50": 0.02, "throughput": 0.02, "itl_p99": 0.08}
+
+    def verdicts(slower: float) -> list[Verdict]:
+        effects = []
+        for metric, spread in noise.items():
+            a, b = np.exp(rng.normal(0, spread, (2, 8)))
+            effects.append(paired_effect(a, b * (1 / slower if rises(metric) else slower)))
+        return [
+            judge(effect, p, floor=floor_of(metric), rises=rises(metric))
+            for metric, effect, p in zip(noise, effects, holm([e.p for e in effects]), strict=True)
+        ]
+
+    same = [verdicts(1.0) for _ in range(1000)]
+    slower = [verdicts(1.1) for _ in range(1000)]
+    assert sum("regress" in found for found in same) <= 50
+    assert sum(found[0] == "regress" for found in slower) >= 900
