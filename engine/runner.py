@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,14 @@ import torch
 from engine.config import ConfigError, EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
-from engine.model import ModelConfig, Workspace, attention_shape, load_decoder
+from engine.model import Workspace, attention_shape, load_decoder, rope_tables
+from engine.model_config import ModelConfig, load_model_config
 from engine.request import Request
 from engine.sampler import Sampler, SampleRow
 from engine.spec.ngram import NgramProposer
 from engine.spec.rejection import accept
 from engine.step import PLACEHOLDER_TOKEN_ID, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
-from engine.weights import open_checkpoint, read_json, resolve_model
+from engine.weights import open_checkpoint, resolve_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,12 @@ class ModelRunner:
     def __init__(self, config: EngineConfig) -> None:
         """Load the weights. Raises ModelError, FetchError or ConfigError."""
         path = resolve_model(config.model)
-        self.model_config = _read_model_config(path, config)
+        self.model_config = load_model_config(path, config.load_format)
         self.config = config.resolved(self.model_config.max_position_embeddings)
         self._max_model_len = _max_model_len(self.config, self.model_config)
         self.dtype = _dtype(config.dtype, self.model_config.dtype)
         shape = attention_shape(self.model_config, config.block_size)
-        cos, sin = self.model_config.rope.tables(shape.head_dim, self._max_model_len)
+        cos, sin = rope_tables(self.model_config.rope, shape.head_dim, self._max_model_len)
         self._kernels = make_kernels(shape, self.dtype, cos, sin)
         checkpoint = open_checkpoint(path, config.load_format, config.seed)
         self._decoder = load_decoder(self.model_config, self._kernels, checkpoint.tensors())
@@ -59,6 +59,11 @@ class ModelRunner:
         self._sampler = Sampler(config.seed)
         speculative = config.speculative_config
         self._proposer = NgramProposer(speculative, self._max_model_len) if speculative else None
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest context that the model was made for."""
+        return self.model_config.max_position_embeddings
 
     def profile_activation(self) -> int:
         """Peak bytes of a step of max_num_batched_tokens: every buffer of the step, plus what its operations
@@ -148,12 +153,6 @@ def _logit_rows(scheduled: Sequence[ScheduledRequest], batch: Batch) -> tuple[li
         verify.append(_Verify(item.request, real, len(rows)))
         rows += range(first, first + len(real) + 1)
     return rows, verify
-
-
-def _read_model_config(path: Path, config: EngineConfig) -> ModelConfig:
-    checkpoint = open_checkpoint(path, config.load_format, config.seed)
-    generation = path / "generation_config.json"
-    return ModelConfig.from_hf(checkpoint.config, read_json(generation) if generation.is_file() else None)
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -131,7 +131,7 @@ class DummyCheckpoint:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         import torch
 
-        from engine.model import ModelConfig
+        from engine.model_config import ModelConfig
 
         generator = torch.Generator().manual_seed(self._seed)
         for name, shape in ModelConfig.from_hf(self.config).tensor_shapes().items():

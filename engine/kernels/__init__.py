@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from engine.kernels.base import AttentionShape, Kernels
+
+logger = logging.getLogger("vtune.kernels")
 
 
 def make_kernels(shape: AttentionShape, dtype: torch.dtype, cos: torch.Tensor, sin: torch.Tensor) -> Kernels:
     """The fastest kernels that this machine has for ``shape`` and ``dtype``."""
     from engine.kernels.cpu import TorchKernels
+    from engine.kernels.native import NativeKernels, NativeUnavailable
 
-    return TorchKernels(shape, dtype, cos, sin)
+    try:
+        return NativeKernels(shape, dtype, cos, sin)
+    except NativeUnavailable as reason:
+        logger.info("no C++ kernels (%s): using torch operations", reason)
+        return TorchKernels(shape, dtype, cos, sin)

@@ -1,0 +1,172 @@
+"""The engine without a server: prompts in, completions out, arrivals by step where asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from engine.config import EngineConfig, SpeculativeConfig
+from engine.core import EngineCore
+from engine.model_config import load_model_config
+from engine.request import Request, RequestStatus, SamplingParams
+from engine.step import RequestOutput, StepOutput, StepPlan, TokenLogprobs
+from engine.stop_strings import StopMatcher
+from engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from engine.weights import resolve_model
+
+if TYPE_CHECKING:
+    from engine.core import Runner
+
+Prompt = str | Sequence[int]
+Observer = Callable[[StepPlan, StepOutput], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One prompt's answer. ``finish_reason`` is "stop" or "length", as in OpenAI's API."""
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass
+class _Sequence:
+    """A request on its way, and the text made of it so far."""
+
+    request: Request
+    detokenizer: IncrementalDetokenizer
+    matcher: StopMatcher
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: RequestStatus | None = None
+    stop_reason: int | str | None = None
+
+    def take(self, output: RequestOutput) -> bool:
+        """Book an output; True if a stop string ended the text, so that the request is to be dropped."""
+        for place, token in enumerate(output.token_ids):
+            self.token_ids.append(token)
+            if output.logprobs:
+                self.logprobs.append(output.logprobs[place])
+            self.text += self.matcher.push(self.detokenizer.push((token,)))
+            if self.matcher.matched is not None:
+                self.finish, self.stop_reason = RequestStatus.FINISHED_STOPPED, self.matcher.matched
+                return output.finish is None
+        if output.finish is not None:
+            self.text += self.matcher.push(self.detokenizer.finish())
+            if self.matcher.matched is None:
+                self.text += self.matcher.finish()
+                self.finish, self.stop_reason = output.finish, output.stop_reason
+            else:
+                self.finish, self.stop_reason = RequestStatus.FINISHED_STOPPED, self.matcher.matched
+        return False
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        return Completion(
+            prompt_token_ids=self.request.prompt_token_ids,
+            token_ids=self.token_ids,
+            text=self.text,
+            finish_reason=self.finish.value,
+            stop_reason=self.stop_reason,
+            logprobs=None if self.request.sampling.logprobs is None else self.logprobs,
+            num_cached_tokens=self.request.num_cached_tokens,
+            num_preemptions=self.request.num_preemptions,
+        )
+
+
+class LLM:
+    """``LLM("bundled", max_num_seqs=16).generate(["Hello"], SamplingParams(max_tokens=8))``.
+
+    Flags are EngineConfig's; ``speculative_config`` may be a mapping. Raises ConfigError, ModelError or
+    FetchError.
+    """
+
+    def __init__(self, model: str = "bundled", *, runner: Runner | None = None, **flags: Any) -> None:
+        speculative = flags.get("speculative_config")
+        if isinstance(speculative, str | Mapping):
+            flags["speculative_config"] = SpeculativeConfig.parse(speculative)
+        config = EngineConfig(model=model, **flags)
+        path = resolve_model(model)
+        self.tokenizer = Tokenizer.load(resolve_model(config.tokenizer) if config.tokenizer else path)
+        self._eos_token_ids = load_model_config(path, config.load_format).eos_token_ids
+        self.core = EngineCore(config, runner)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        *,
+        arrivals: Sequence[int] | None = None,
+        priorities: Sequence[int] | None = None,
+        observe: Observer | None = None,
+    ) -> list[Completion]:
+        """Complete every prompt (text or token ids); answers in the prompts' order.
+
+        ``arrivals[i]`` is the step before which request i is added (0 for all by default), so that a
+        workload is exactly repeatable. ``observe`` sees every step. Raises ValueError for a bad prompt.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]  # type: ignore[list-item]
+        count = len(prompts)
+        each = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
+        at = list(arrivals) if arrivals is not None else [0] * count
+        ranks = list(priorities) if priorities is not None else [0] * count
+        for name, values in (("sampling", each), ("arrivals", at), ("priorities", ranks)):
+            if len(values) != count:
+                raise ValueError(f"{name}: {len(values)} given for {count} prompts")
+        sequences = [self._sequence(*item) for item in zip(prompts, each, ranks, strict=True)]
+        try:
+            self._run(sequences, at, observe)
+        except BaseException:
+            self.core.abort([sequence.request.request_id for sequence in sequences])
+            raise
+        return [sequence.completion() for sequence in sequences]
+
+    def _run(self, sequences: list[_Sequence], arrivals: Sequence[int], observe: Observer | None) -> None:
+        by_id = {sequence.request.request_id: sequence for sequence in sequences}
+        # Within a step requests are added in the order of the prompts.
+        pending = sorted(range(len(sequences)), key=lambda i: arrivals[i], reverse=False)
+        step = added = 0
+        while added < len(pending) or self.core.has_unfinished:
+            while added < len(pending) and arrivals[pending[added]] <= step:
+                self.core.add(sequences[pending[added]].request)
+                added += 1
+            plan, output = self.core.step()
+            stopped = [item.request_id for item in output.outputs if by_id[item.request_id].take(item)]
+            if stopped:
+                self.core.abort(stopped, RequestStatus.FINISHED_STOPPED)
+            if observe is not None:
+                observe(plan, output)
+            step += 1
+
+    def _sequence(self, prompt: Prompt, sampling: SamplingParams, priority: int) -> _Sequence:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        limit = self.core.config.max_model_len
+        assert limit is not None
+        if not token_ids:
+            raise ValueError("a prompt must hold at least one token")
+        if len(token_ids) >= limit:
+            raise ValueError(
+                f"a prompt of {len(token_ids)} tokens leaves no room below max_model_len {limit}"
+            )
+        self._num_requests += 1
+        request = Request(
+            request_id=f"offline-{self._num_requests}",
+            prompt_token_ids=token_ids,
+            sampling=sampling,
+            eos_token_ids=self._eos_token_ids,
+            priority=priority,
+            arrival_time=float(self._num_requests),
+        )
+        return _Sequence(
+            request, IncrementalDetokenizer(self.tokenizer), StopMatcher(sampling.stop), finish=None
+        )
