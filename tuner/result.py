@@ -65,12 +65,15 @@ class TrialResult:
     status: Status
     reason: str = ""
     measurement: Measurement | None = None
+    short: Measurement | None = None
+    """The short rung alone, to compare later short rungs with."""
     violations: Mapping[str, float] = field(default_factory=dict)
     log_tail: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """``start``, ``load``, ``total``."""
+    """``start`` and ``total``."""
     kv_tokens: int | None = None
     """Size of the KV pool, as the server reported it."""
+    peak_running: int | None = None
     preemptions: int | None = None
     records: tuple[str, ...] = ()
     """Files with every request of the trial, relative to the output directory."""
@@ -89,8 +92,8 @@ class TrialResult:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        measurement = data["measurement"] and Measurement.from_json(data["measurement"])
-        return cls(**{**data, "measurement": measurement, "records": tuple(data["records"])})
+        parts = {key: data[key] and Measurement.from_json(data[key]) for key in ("measurement", "short")}
+        return cls(**{**data, **parts, "records": tuple(data["records"])})
 
 
 def _without_nan(item: Any) -> Any:

@@ -19,26 +19,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from loadgen.stats import DEFINITIONS
+
 LATENCIES = ("ttft", "tpot", "itl", "inter_chunk", "e2e", "max_stall", "service_ttft")
+PER_REQUEST = ("ttft", "tpot", "itl", "e2e", "max_stall", "service_ttft")
+"""Latencies that a single request has; its ITL is its token-weighted mean."""
 STATISTICS = ("p50", "p90", "p95", "p99", "mean")
 RATES = ("throughput", "request_rate", "goodput")
 COUNTS = ("failed", "backlog")
 UNITS = {"ms": 1e-3, "s": 1.0, "us": 1e-6, "µs": 1e-6}
-
-DEFINITIONS = {
-    "itl": "token-weighted: a gap that delivers n tokens counts as n samples of gap/n",
-    "inter_chunk": "one sample for each gap between two chunks that carry tokens (vLLM's own ITL)",
-    "ttft": "first content token minus the intended send time",
-    "service_ttft": "first content token minus the moment the request was written",
-    "tpot": "(last token - first token) / (output tokens - tokens in the first chunk), one sample a request",
-    "e2e": "last byte minus the intended send time",
-    "max_stall": "the longest gap inside a request, one sample a request",
-    "throughput": "output tokens in the measured window / window, as the server's usage counts them",
-    "request_rate": "completed requests / window",
-    "goodput": "requests/s that met every per-request bound; failures count against it",
-    "failed": "requests that ended without a finish reason, with an error, or with a wrong token count",
-    "backlog": "requests the server was behind by when the load ended, beyond those in service",
-}
 
 Measure = Callable[[str, str | None], float]
 """(metric name, class or None) -> value in seconds or per second; NaN where there is none."""
@@ -146,13 +135,10 @@ class Slo:
         return self.bounds + tuple(bound for bound in resolved if not math.isnan(bound.limit))
 
     @property
-    def per_request(self) -> dict[str, float]:
-        """Latency bounds as the per-request bounds of goodput: ``{"ttft": s, "itl{class=short}": s}``."""
-        return {
-            name_of(_family(bound.metric), bound.cls): bound.limit
-            for bound in self.bounds
-            if bound.metric not in RATES + COUNTS
-        }
+    def per_request(self) -> tuple[tuple[str, str | None, float], ...]:
+        """What goodput asks of each request: (metric family, class, seconds) of the latency bounds."""
+        asked = ((_family(bound.metric), bound) for bound in self.bounds)
+        return tuple((family, bound.cls, bound.limit) for family, bound in asked if family in PER_REQUEST)
 
     @property
     def metrics(self) -> tuple[tuple[str, str | None], ...]:
@@ -164,8 +150,9 @@ class Slo:
 
     @property
     def definitions(self) -> dict[str, str]:
-        """Definitions of the metric families that this SLO speaks of."""
-        return {family: DEFINITIONS[family] for family in dict.fromkeys(_family(m) for m, _ in self.metrics)}
+        """Definitions of the metric families that this SLO speaks of, as they are measured."""
+        families = dict.fromkeys(_family(metric) for metric, _ in self.metrics)
+        return {family: DEFINITIONS[family] for family in families if family in DEFINITIONS}
 
     def describe(self) -> str:
         verb = {"minimize": "minimise", "maximize": "maximise"}[self.objective.direction]

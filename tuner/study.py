@@ -70,25 +70,20 @@ def open_storage(url: str) -> optuna.storages.BaseStorage:
         ) from None
 
 
+def open_study(storage: optuna.storages.BaseStorage, name: str, objective: Objective) -> optuna.Study:
+    """Create the study, or load it where it exists."""
+    return optuna.create_study(
+        storage=storage, study_name=name, direction=objective.direction, load_if_exists=True
+    )
+
+
 class Study:
     """One search over ``space`` for the best ``objective``. Not thread-safe; one process at a time."""
 
-    def __init__(
-        self,
-        storage: optuna.storages.BaseStorage,
-        name: str,
-        space: Space,
-        objective: Objective,
-        seed: int = 0,
-    ) -> None:
-        self._study = optuna.create_study(
-            storage=storage, study_name=name, direction=objective.direction, load_if_exists=True
-        )
-        self.space, self.objective = space, objective
-        told = len(self._study.get_trials(deepcopy=False))
-        self._study.sampler = optuna.samplers.TPESampler(
-            seed=seed + told, n_startup_trials=STARTUP_TRIALS, warn_independent_sampling=False
-        )
+    def __init__(self, study: optuna.Study, space: Space, objective: Objective, seed: int = 0) -> None:
+        self._study, self.space, self.objective = study, space, objective
+        told = len(study.get_trials(deepcopy=False))
+        study.sampler = optuna.samplers.TPESampler(seed=seed + told, n_startup_trials=STARTUP_TRIALS)
         self._rng = random.Random(seed + told)
 
     @property
@@ -147,10 +142,10 @@ class Study:
         for name, violation in result.violations.items():
             trial.set_constraint(name, violation)
         value = result.value(self.objective)
-        if status == "measured" and not math.isnan(value):
+        if status == "measured" and math.isfinite(value):
             self._study.tell(trial, value)
             return
-        if status == "stopped" and not math.isnan(value):
+        if status == "stopped" and math.isfinite(value):
             trial.report(value, step=1)
         self._study.tell(trial, state=TrialState.PRUNED)
 
@@ -175,7 +170,7 @@ class Study:
 
     def best(self) -> TrialResult | None:
         """The feasible config to recommend: of those within TIE of the best, the one with fewest changes."""
-        feasible = [r for r in self.results if r.feasible and not math.isnan(r.value(self.objective))]
+        feasible = [r for r in self.results if r.feasible and math.isfinite(r.value(self.objective))]
         if not feasible:
             return None
         sign = 1 if self.objective.direction == "minimize" else -1
@@ -195,12 +190,6 @@ class Study:
         evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.5)
         found = optuna.importance.get_param_importances(self._study, evaluator=evaluator, params=varied)
         return {name: value for name, value in found.items() if not math.isnan(value)}
-
-    def attribute(self, key: str) -> Any:
-        return self._study.user_attrs.get(key)
-
-    def set_attribute(self, key: str, value: Any) -> None:
-        self._study.set_user_attr(key, value)
 
     def _ask(self) -> Proposal | None:
         """Ask once; None where the proposal was settled without a launch."""

@@ -26,7 +26,7 @@ def test_the_example_of_the_documentation():
         ("throughput", None, ">=", 100),
         ("failed", None, "<=", 0),
     ]
-    assert slo.per_request == {"itl": pytest.approx(0.05), "ttft{class=short}": pytest.approx(0.3)}
+    assert slo.per_request == (("itl", None, pytest.approx(0.05)), ("ttft", "short", pytest.approx(0.3)))
     assert "token-weighted" in slo.definitions["itl"]
 
 

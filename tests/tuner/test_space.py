@@ -19,6 +19,7 @@ from tuner.space import (
 )
 
 BASELINE = effective({}, "bundled")
+SPACE = build_space(BASELINE, 8192)
 
 
 def space(**kwargs):
@@ -35,13 +36,18 @@ def test_the_default_space_has_the_five_knobs():
     )
 
 
-@given(st.integers(0, 2**32))
+@given(st.integers(0, 2**32 - 1))
 def test_a_proposed_config_is_found_again_from_its_parameters(seed):
-    rng = random.Random(seed)
-    config = space().untried((), rng)
-    assert space().snap(config) == config
-    assert not space().refusals(config)
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
+    config = SPACE.suggest(study.ask())
+    assert SPACE.snap(config) == config
     assert set(config) == set(BASELINE)
+
+
+def test_an_untried_config_breaks_no_rule():
+    config = SPACE.untried((), random.Random(1))
+    assert not SPACE.refusals(config)
+    assert SPACE.snap(config) == config
 
 
 def test_every_ladder_holds_the_baselines_value():

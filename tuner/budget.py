@@ -1,0 +1,92 @@
+"""Where the time goes: how many trials a budget affords once the confirmation is paid for."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+MIN_PAIRS, MAX_PAIRS = 3, 8
+CONFIRM_SHARE = 0.4
+"""Share of a time budget that the confirmation may take, unless MIN_PAIRS need more."""
+PAUSE = 2.0
+"""Seconds around a run that are not the run: drawing the schedule, warm-up, scrapes, parsing."""
+
+
+def format_seconds(seconds: float) -> str:
+    """``42 s``, ``9 min 30 s``, ``2 h 5 min``."""
+    whole = round(seconds)
+    if whole < 120:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+class Clock:
+    """Seconds spent on a study by this process and those before it."""
+
+    def __init__(self, spent: float = 0.0) -> None:
+        self._begun = time.monotonic() - spent
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self._begun
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The budget plan: made after the baseline was measured, shown before the search."""
+
+    start_seconds: float
+    """One server start."""
+    trial_seconds: float
+    """One whole trial: start, warm-up, load, stop."""
+    run_seconds: float
+    """One load of a confirmation, drain included."""
+    pairs: int
+    """Pairs of runs of the confirmation; 0: none."""
+    budget_seconds: float | None
+    max_trials: int | None
+    spent_seconds: float
+
+    @property
+    def confirm_seconds(self) -> float:
+        """Two servers started one after the other, then ``pairs`` times two loads."""
+        return 2 * self.start_seconds + 2 * self.pairs * (self.run_seconds + PAUSE) if self.pairs else 0.0
+
+    @property
+    def search_seconds(self) -> float:
+        """Time left for trials; infinite without a time budget."""
+        if self.budget_seconds is None:
+            return math.inf
+        return max(0.0, self.budget_seconds - self.spent_seconds - self.confirm_seconds)
+
+    @property
+    def affordable_trials(self) -> int:
+        """Trials beside the baseline that fit."""
+        by_time = self.search_seconds / self.trial_seconds if self.trial_seconds > 0 else math.inf
+        return int(min(by_time, math.inf if self.max_trials is None else self.max_trials))
+
+    def describe(self) -> str:
+        trial, confirm = format_seconds(self.trial_seconds), format_seconds(self.confirm_seconds)
+        cost = f"a start costs {self.start_seconds:.1f} s, a whole trial about {trial}"
+        if self.budget_seconds is None:
+            return (
+                f"{cost}; up to {self.max_trials} trials; "
+                f"the confirmation ({self.pairs} pairs of runs) comes after them and takes {confirm}"
+            )
+        budget, spent = format_seconds(self.budget_seconds), format_seconds(self.spent_seconds)
+        return (
+            f"{cost}; of {budget}, {spent} are spent and {confirm} kept for the confirmation "
+            f"({self.pairs} pairs of runs), which leaves time for about {self.affordable_trials} trials"
+        )
+
+
+def choose_pairs(budget_seconds: float | None, start_seconds: float, run_seconds: float) -> int:
+    """As many pairs as CONFIRM_SHARE of the budget affords, within [MIN_PAIRS, MAX_PAIRS]."""
+    if budget_seconds is None:
+        return MAX_PAIRS
+    affordable = (CONFIRM_SHARE * budget_seconds - 2 * start_seconds) / (2 * (run_seconds + PAUSE))
+    return max(MIN_PAIRS, min(MAX_PAIRS, int(affordable)))

@@ -1,0 +1,56 @@
+"""Ctrl-C while servers run: once ends the work cleanly, twice ends it at once, and neither leaves a
+server.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class Interrupts:
+    """Turns SIGINT and SIGTERM into a stopped load, or KeyboardInterrupt where none runs.
+
+    The first one during a load only sets the load's stop event, so that the client ends its connections and
+    the load returns; the one who asked for the load raises KeyboardInterrupt then (see :meth:`load`). Any
+    further one raises at once: targets then end their servers without grace.
+    """
+
+    def __init__(self) -> None:
+        self._seen = False
+        self._load: threading.Event | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def load(self) -> Iterator[threading.Event]:
+        """The stop event for a load. Raises KeyboardInterrupt at the end if one came meanwhile."""
+        self._load = stop = threading.Event()
+        try:
+            yield stop
+        finally:
+            self._load = None
+            if self._seen:
+                raise KeyboardInterrupt
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        again, self._seen = self._seen, True
+        if self._load is not None and not again:
+            self._load.set()
+            return
+        raise KeyboardInterrupt

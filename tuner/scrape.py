@@ -1,0 +1,54 @@
+"""The few figures that a trial reads off the server's own metrics and log."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+_KV_LOG = re.compile(r"KV cache(?: size)?:?\s+([\d,]+) tokens", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class ServerFigures:
+    """None where the server does not say."""
+
+    kv_tokens: int | None = None
+    peak_running: int | None = None
+    preemptions: int | None = None
+    """During the load."""
+
+
+def read_figures(scrapes: Sequence[tuple[int, str]], log: str = "") -> ServerFigures:
+    """From scrapes in order of time; the log's KV line stands in for a missing metric."""
+    samples = [_samples(text) for _, text in scrapes]
+    preempted = [s["num_preemptions"] for s in samples if "num_preemptions" in s]
+    running = [s["num_requests_running"] for s in samples if "num_requests_running" in s]
+    pools = [s["kv_tokens"] for s in samples if "kv_tokens" in s]
+    logged = _KV_LOG.findall(log)
+    pool = pools[-1] if pools else int(logged[-1].replace(",", "")) if logged else None
+    return ServerFigures(
+        kv_tokens=None if pool is None else int(pool),
+        peak_running=int(max(running)) if running else None,
+        preemptions=int(preempted[-1] - preempted[0]) if preempted else None,
+    )
+
+
+def _samples(text: str) -> dict[str, float]:
+    """Sums over engines of the wanted metrics of one scrape."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        name = family.name.removeprefix("vllm:")
+        if name not in ("num_preemptions", "num_requests_running", "cache_config_info"):
+            continue
+        for sample in family.samples:
+            if name == "cache_config_info":
+                blocks, size = (sample.labels.get(key, "") for key in ("num_gpu_blocks", "block_size"))
+                if blocks.isdigit() and size.isdigit():
+                    # One block is the null block, which never holds tokens.
+                    found["kv_tokens"] = found.get("kv_tokens", 0) + (int(blocks) - 1) * int(size)
+            elif not sample.name.endswith("_created"):
+                found[name] = found.get(name, 0) + sample.value
+    return found

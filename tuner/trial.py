@@ -1,0 +1,210 @@
+"""One trial: start the server, warm it up, load it in two rungs, read its metrics, stop it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from loadgen.record import Records
+from loadgen.target import OpenTarget, Target, TargetFailed
+from loadgen.workload import Schedule
+from tuner.interrupts import Interrupts
+from tuner.load import Load
+from tuner.measure import measure
+from tuner.observer import Observer
+from tuner.result import SERVES, Measurement, Status, TrialResult
+from tuner.rungs import Rungs, reason_to_stop
+from tuner.scrape import read_figures
+from tuner.slo import Bound, Slo
+from tuner.study import Proposal
+
+BROKEN_SHARE = 0.5
+"""A server that fails this share of the requests, or more, is taken for one that does not serve."""
+
+
+PATIENCE_SECONDS, PATIENCE_FACTOR = 60.0, 3.0
+"""A load of s seconds may take 60 + 3 s, warm-up and drain included, before its server counts as stuck."""
+
+
+class ServerFailed(Exception):
+    """A server did not start, died, or hangs; the message is the reason."""
+
+    def __init__(self, reason: str, log_tail: str) -> None:
+        self.log_tail = log_tail
+        super().__init__(reason)
+
+
+class Stuck(Exception):
+    """A load that does not end."""
+
+
+class SetupFailed(Exception):
+    """The machine or the command is at fault, not the config: nothing can be learnt by going on."""
+
+
+@dataclass(frozen=True)
+class Criteria:
+    """What a measurement is held against. Rung 0's bounds are relative to the baseline's rung 0."""
+
+    slo: Slo
+    bounds: tuple[Bound, ...]
+    short_bounds: tuple[Bound, ...] = ()
+    incumbent: Measurement | None = None
+    """The best config's short rung; None: every trial is measured in full."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Runs loads and trials, showing them to ``observer``; an interrupt ends the load that runs."""
+
+    target: Target
+    observer: Observer
+    interrupts: Interrupts
+    out: Path
+    """Where records are written."""
+
+    def run(self, server: OpenTarget, schedule: Schedule) -> Records:
+        """One load. Raises RunFailed, KeyboardInterrupt, and Stuck when it takes far longer than it
+        should.
+        """
+        limit = PATIENCE_SECONDS + PATIENCE_FACTOR * (schedule.duration or 0.0)
+        with self.interrupts.load() as stop:
+            late = threading.Timer(limit, stop.set)
+            late.start()
+            try:
+                records = server.run(schedule, progress=self.observer.load, stop=stop)
+            finally:
+                late.cancel()
+        if late.finished.is_set() and records.partial:
+            raise Stuck(f"the load of {schedule.duration:g} s had not ended after {limit:.0f} s")
+        return records
+
+    @contextmanager
+    def open(self, flags: Mapping[str, Any]) -> Iterator[OpenTarget]:
+        """A server with these flags. Raises ServerFailed, which says why, and SetupFailed."""
+        self.observer.step("starting the server")
+        server: OpenTarget | None = None
+        try:
+            with self.target.open(flags) as server:
+                yield server
+        except TargetFailed as failure:
+            if failure.environmental:
+                raise SetupFailed(f"{failure.detail}\n{failure.log_tail}".strip()) from None
+            kind = "did not start" if server is None else "died under load"
+            raise ServerFailed(f"{kind}: {failure.reason}: {failure.detail}", failure.log_tail) from None
+        except Stuck as stuck:
+            tail = server.log_tail() if server else ""
+            raise ServerFailed(f"hangs: {stuck}", tail) from None
+
+    def trial(
+        self,
+        proposal: Proposal,
+        flags: Mapping[str, Any],
+        load_for: Callable[[OpenTarget], Load],
+        rungs: Rungs,
+        criteria: Criteria,
+    ) -> TrialResult:
+        """Start a server and measure it. ``load_for`` decides on the load once there is a server to ask.
+
+        Raises SetupFailed and KeyboardInterrupt; whatever a server does is a result.
+        """
+        attempt = Attempt(self, proposal)
+        try:
+            with self.open(flags) as server:
+                return attempt.measure(server, load_for(server), rungs, criteria)
+        except ServerFailed as failure:
+            return attempt.failed(str(failure), failure.log_tail)
+
+
+@dataclass
+class Attempt:
+    """A trial that is going on: the parts of its result as they come in."""
+
+    bench: Bench
+    proposal: Proposal
+    begun: float = field(default_factory=time.monotonic)
+    start_seconds: float = 0.0
+    runs: list[Records] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+
+    def measure(self, server: OpenTarget, load: Load, rungs: Rungs, criteria: Criteria) -> TrialResult:
+        """Both rungs on a server that is up, or one where that is enough. Raises RunFailed, Stuck."""
+        self.start_seconds = server.start_seconds
+        broken = self._rung(server, load, 0, rungs.short)
+        if broken:
+            return self.failed(broken, server.log_tail())
+        short = measure(self.runs, criteria.slo)
+        reason = reason_to_stop(short, criteria.short_bounds, criteria.slo.objective, criteria.incumbent)
+        if reason:
+            return self._measured(server, "stopped", reason, short, short, criteria.short_bounds)
+        broken = self._rung(server, load, 1, rungs.rest)
+        if broken:
+            return self.failed(broken, server.log_tail())
+        whole = measure(self.runs, criteria.slo)
+        return self._measured(server, "measured", "", short, whole, criteria.bounds)
+
+    def _rung(self, server: OpenTarget, load: Load, index: int, seconds: float) -> str:
+        """Run one rung; returns what is wrong with the server, "" for nothing."""
+        self.bench.observer.step(f"load {index + 1} of 2", seconds)
+        records = self.bench.run(server, load.rung(index, seconds))
+        self.runs.append(records)
+        path = Path("trials") / f"{self.proposal.number:03d}-{index}.json"
+        records.save(self.bench.out / path)
+        self.files.append(str(path))
+        return _broken(records)
+
+    def failed(self, reason: str, log_tail: str) -> TrialResult:
+        return self._result("failed", reason, violations={SERVES: 1.0}, log_tail=log_tail)
+
+    def _measured(
+        self,
+        server: OpenTarget,
+        status: Status,
+        reason: str,
+        short: Measurement,
+        measurement: Measurement,
+        bounds: tuple[Bound, ...],
+    ) -> TrialResult:
+        figures = read_figures([scrape for run in self.runs for scrape in run.scrapes], server.log_tail(200))
+        return self._result(
+            status,
+            reason,
+            violations={SERVES: 0.0, **measurement.violations(bounds)},
+            measurement=measurement,
+            short=short,
+            kv_tokens=figures.kv_tokens,
+            peak_running=figures.peak_running,
+            preemptions=figures.preemptions,
+        )
+
+    def _result(self, status: Status, reason: str, **parts: Any) -> TrialResult:
+        return TrialResult(
+            number=self.proposal.number,
+            config=self.proposal.config,
+            origin=self.proposal.origin,
+            status=status,
+            reason=reason,
+            seconds={"start": self.start_seconds, "total": time.monotonic() - self.begun},
+            records=tuple(self.files),
+            **parts,
+        )
+
+
+def _broken(records: Records) -> str:
+    """What is wrong with a server that fails BROKEN_SHARE of its requests; "" for one that serves."""
+    counted = records.in_window()
+    failures = Counter(
+        f"{r.failure}: {r.detail}" if r.detail else f"{r.failure}" for r in counted if not r.ok
+    )
+    if not counted:
+        return "no request was measured" + (f": {'; '.join(records.reasons)}" if records.reasons else "")
+    if failures.total() < BROKEN_SHARE * len(counted):
+        return ""
+    cause, times = failures.most_common(1)[0]
+    return f"{failures.total()} of {len(counted)} requests failed, {times} with {cause}"
