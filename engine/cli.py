@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from engine.serve_command import HELP as SERVE_HELP
+from engine.serve_command import normalize, serve
 
 EXPLAIN_HELP = """Show what the scheduler decides, step by step, with no model.
 
@@ -78,3 +80,7 @@ def explain(
 def mount(app: typer.Typer) -> None:
     """Add the engine's commands to ``app``."""
     app.command(help=EXPLAIN_HELP)(explain)
+    app.command(
+        help=SERVE_HELP,
+        context_settings={"ignore_unknown_options": True, "token_normalize_func": normalize},
+    )(serve)

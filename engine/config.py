@@ -97,6 +97,11 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
 
     @property
+    def served_name(self) -> str:
+        """What clients call the model."""
+        return self.served_model_name or self.model
+
+    @property
     def num_speculative_tokens(self) -> int:
         return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 

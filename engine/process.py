@@ -59,6 +59,7 @@ class EngineInfo:
     """With ``max_model_len`` resolved."""
     num_blocks: int
     kv_tokens: int
+    kv_bytes: int
     max_concurrency: float
 
 
@@ -135,7 +136,8 @@ def _serve(config: EngineConfig, inbox: queue.SimpleQueue[Any], channel: socket.
         f"CPU KV cache size: {plan.num_tokens:,} tokens, Maximum concurrency for {plan.max_model_len:,} "
         f"tokens per request: {plan.max_concurrency:.2f}x"
     )
-    channel.sendall(encode(EngineInfo(core.config, plan.num_blocks, plan.num_tokens, plan.max_concurrency)))
+    info = EngineInfo(core.config, plan.num_blocks, plan.num_tokens, plan.kv_bytes, plan.max_concurrency)
+    channel.sendall(encode(info))
     gc.collect()
     gc.freeze()  # weights and modules live for ever: not to be looked at by every collection
     while True:
@@ -244,7 +246,7 @@ class EngineProcess:
     def exit_reason(self) -> str:
         """How the child ended, for people."""
         try:
-            code = self._child.wait(STOP_SECONDS)
+            code = self._child.wait(1)  # the channel has just closed: it is about to end, or has
         except subprocess.TimeoutExpired:
             return "closed its channel"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,240 @@
+"""The HTTP endpoints: OpenAI's, and those of vLLM that tools expect beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from engine.asgi import CLIENT_GONE, EventStream, error_event, read_body, unless_disconnected
+from engine.frontend import Frontend
+from engine.metrics import CONTENT_TYPE
+from engine.process import EngineDeadError
+from engine.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    Fields,
+    Options,
+    Prompt,
+    RequestError,
+    parse_chat,
+    parse_json,
+)
+from engine.request import SamplingParams
+from engine.responses import ChatWriter, Choice, CompletionWriter, Writer
+from engine.tokenizer import ChatTemplateError
+
+logger = logging.getLogger("vtune.api")
+LONG_TEXT = 20_000
+"""Characters from which tokenizing moves to a thread, to keep the loop responsive."""
+
+
+class Api:
+    """The endpoints of one server, over one frontend."""
+
+    def __init__(self, frontend: Frontend, version: str) -> None:
+        self._frontend, self._version = frontend, version
+        self._config = frontend.info.config
+        self._model_name = self._config.served_name
+        assert self._config.max_model_len is not None
+        self._max_model_len: int = self._config.max_model_len
+        self._created = int(time.time())
+        self._warned: set[str] = set()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/tokenize", self.tokenize, methods=["POST"]),
+            Route("/detokenize", self.detokenize, methods=["POST"]),
+            Route("/health", self.health),
+            Route("/ping", self.health),
+            Route("/metrics", self.metrics),
+            Route("/version", self.version),
+        ]
+
+    # ---------------------------------------------------------------- generation
+
+    async def completions(self, request: Request) -> Response:
+        arrival = time.monotonic()
+        parsed = CompletionRequest.parse(parse_json(await read_body(request)), self._config)
+        self._admit(parsed.options)
+        prompts = [await self._token_ids(prompt, parsed.add_special_tokens) for prompt in parsed.prompts]
+        writer = CompletionWriter(
+            _request_id(parsed.options), self._model_name, self._frontend.tokenizer, parsed.options, prompts
+        )
+        default = CompletionRequest.DEFAULT_MAX_TOKENS
+        return await self._answer(request, prompts, parsed.options, default, writer, arrival)
+
+    async def chat(self, request: Request) -> Response:
+        arrival = time.monotonic()
+        parsed = ChatRequest.parse(parse_json(await read_body(request)), self._config)
+        self._admit(parsed.options)
+        text = self._render(parsed.messages, parsed.add_generation_prompt, parsed.template_variables)
+        prompts = [await self._token_ids(text, parsed.add_special_tokens)]
+        writer = ChatWriter(
+            _request_id(parsed.options), self._model_name, self._frontend.tokenizer, parsed.options, prompts
+        )
+        return await self._answer(request, prompts, parsed.options, None, writer, arrival)
+
+    async def _answer(
+        self,
+        request: Request,
+        prompts: Sequence[list[int]],
+        options: Options,
+        default_max_tokens: int | None,
+        writer: Writer,
+        arrival: float,
+    ) -> Response:
+        limit = self._max_model_len
+        sampled = [(ids, options.sampling_for(len(ids), limit, default_max_tokens)) for ids in prompts]
+        if options.stream:
+            return EventStream(self._events(sampled, options, writer, arrival))
+        whole = self._whole(sampled, options, writer, arrival)
+        return await unless_disconnected(request.receive, whole) or Response(status_code=CLIENT_GONE)
+
+    async def _events(
+        self,
+        prompts: Sequence[tuple[list[int], SamplingParams]],
+        options: Options,
+        writer: Writer,
+        arrival: float,
+    ) -> AsyncGenerator[bytes, None]:
+        """Server-sent events; an error that comes after the headers is one of them."""
+        try:
+            async with contextlib.aclosing(self._frontend.generate(prompts, options, arrival)) as steps:
+                async for deltas in steps:
+                    yield writer.chunks(deltas)
+            yield writer.last_chunks()
+        except EngineDeadError as error:
+            yield error_event(str(error), "EngineDeadError", 503)
+        except Exception:
+            logger.exception("a stream failed")
+            yield error_event("internal error, see the server's log", "InternalServerError", 500)
+
+    async def _whole(
+        self,
+        prompts: Sequence[tuple[list[int], SamplingParams]],
+        options: Options,
+        writer: Writer,
+        arrival: float,
+    ) -> Response:
+        choices = [Choice() for _ in range(len(prompts) * options.n)]
+        async with contextlib.aclosing(self._frontend.generate(prompts, options, arrival)) as steps:
+            async for deltas in steps:
+                for delta in deltas:
+                    choices[delta.index].add(delta)
+        return JSONResponse(writer.body(choices))
+
+    def _admit(self, options: Options) -> None:
+        """Refuse what no request should go on with, and tell once about fields that nobody knows."""
+        self._check_model(options.model)
+        if not self._frontend.alive:
+            raise EngineDeadError("the engine process is gone")
+        news = set(options.unknown) - self._warned
+        if news:
+            self._warned |= set(sorted(news)[:100])
+            logger.warning(f"fields present in a request but ignored: {', '.join(sorted(news))[:500]}")
+
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self._model_name):
+            message = f"The model `{name}` does not exist; this server has `{self._model_name}`."
+            raise RequestError(message, "model", 404, "NotFoundError")
+
+    async def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        """Raises RequestError for an empty prompt, or an id outside the vocabulary."""
+        vocabulary = self._frontend.model.vocab_size
+        if not isinstance(prompt, str):
+            outside = next((token_id for token_id in prompt if token_id >= vocabulary), None)
+            if outside is not None:
+                raise RequestError(
+                    f"token id {outside} is out of vocabulary (0 to {vocabulary - 1})", "prompt"
+                )
+            return list(prompt)
+        encode = self._frontend.tokenizer.encode
+        try:
+            if len(prompt) < LONG_TEXT:
+                ids = encode(prompt, add_special_tokens)
+            else:
+                ids = await asyncio.to_thread(encode, prompt, add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the prompt is not valid Unicode: {error.reason}", "prompt") from None
+        if not ids:
+            raise RequestError("the prompt is empty", "prompt")
+        return ids
+
+    def _render(self, messages: Sequence[dict[str, Any]], opens: bool, variables: Mapping[str, Any]) -> str:
+        try:
+            return self._frontend.tokenizer.apply_chat_template(messages, opens, **variables)
+        except ChatTemplateError as error:
+            raise RequestError(str(error), "messages") from None
+
+    # ---------------------------------------------------------------- everything else
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["name"])
+        return JSONResponse(self._model_card())
+
+    def _model_card(self) -> dict[str, Any]:
+        return {
+            "id": self._model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "vtune",
+            "root": self._config.model,
+            "parent": None,
+            "max_model_len": self._max_model_len,
+        }
+
+    async def tokenize(self, request: Request) -> Response:
+        fields = Fields(parse_json(await read_body(request)))
+        self._check_model(fields.text("model"))
+        if fields.raw("messages") is not None:
+            text = self._render(*parse_chat(fields))
+            ids = await self._token_ids(text, fields.boolean("add_special_tokens"))
+        else:
+            prompt = fields.text("prompt")
+            if prompt is None:
+                raise fields.refuse("prompt", "must be a string (or give messages)")
+            ids = await self._token_ids(prompt, fields.boolean("add_special_tokens", True))
+        strings = [self._frontend.tokenizer.token_text(token_id) for token_id in ids]
+        return JSONResponse(
+            {
+                "count": len(ids),
+                "max_model_len": self._max_model_len,
+                "tokens": ids,
+                "token_strs": strings if fields.boolean("return_token_strs") else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        fields = Fields(parse_json(await read_body(request)))
+        self._check_model(fields.text("model"))
+        ids = await self._token_ids(fields.token_ids("tokens"), False)
+        return JSONResponse({"prompt": self._frontend.tokenizer.decode(ids, skip_special_tokens=False)})
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200 if self._frontend.alive else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._frontend.metrics.render(), headers={"content-type": CONTENT_TYPE})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": self._version, "engine": "vtune"})
+
+
+def _request_id(options: Options) -> str:
+    return options.request_id or uuid.uuid4().hex

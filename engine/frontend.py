@@ -1,0 +1,219 @@
+"""Between HTTP and the engine process: prompts and options in, pieces of text out, metrics on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, replace
+
+from engine.log import LOG_INTERVAL, StatLogger
+from engine.metrics import PrometheusMetrics
+from engine.model_config import ModelConfig
+from engine.process import EngineDeadError, EngineInfo, EngineProcess
+from engine.protocol import Options
+from engine.request import Request, RequestStatus, SamplingParams
+from engine.step import RequestOutput, TokenLogprobs
+from engine.stop_strings import StopMatcher
+from engine.tokenizer import IncrementalDetokenizer, Tokenizer
+
+logger = logging.getLogger("vtune.frontend")
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step brought to one choice. ``finish_reason`` is set on its last delta."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Frontend:
+    """Submits to one engine process and hands its output to whoever waits for it."""
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        info: EngineInfo,
+        model: ModelConfig,
+        tokenizer: Tokenizer,
+        metrics: PrometheusMetrics,
+        stat_logger: StatLogger,
+    ) -> None:
+        self.info, self.model, self.tokenizer, self.metrics = info, model, tokenizer, metrics
+        self._process, self._stat_logger = process, stat_logger
+        self._mailboxes: dict[str, _Mailbox] = {}
+        self._ids = itertools.count()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.alive
+
+    async def run(self) -> None:
+        """Hand output on until the engine is gone; then everybody who waits for some gets EngineDeadError."""
+        logging_task = asyncio.create_task(self._log_forever())
+        try:
+            async for step in self._process.steps():
+                self.metrics.record(step.stats)
+                self._stat_logger.record(step.stats)
+                for output in step.outputs:
+                    mailbox = self._mailboxes.get(output.request_id)
+                    if mailbox is not None:
+                        mailbox.put(output)
+        finally:
+            logging_task.cancel()
+            self.fail_all(EngineDeadError(f"the engine process is gone ({self._process.exit_reason()})"))
+
+    def fail_all(self, error: Exception) -> None:
+        """End every request in flight with ``error``."""
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(error)
+
+    def close(self) -> None:
+        """Stop the engine process."""
+        self._process.close()
+
+    async def generate(
+        self, prompts: Sequence[tuple[list[int], SamplingParams]], options: Options, arrival: float
+    ) -> AsyncGenerator[list[Delta], None]:
+        """Run ``options.n`` sequences of each prompt; yields what came since the last time, once a step.
+
+        Choice ``i * n + j`` is sequence j of prompt i. Close the iterator (``contextlib.aclosing``) to abort
+        what is unfinished. Raises EngineDeadError.
+        """
+        groups = [
+            [self._sequence(i * options.n + j, ids, sampling, j, options, arrival) for j in range(options.n)]
+            for i, (ids, sampling) in enumerate(prompts)
+        ]
+        open_sequences = {sequence.request_id: sequence for group in groups for sequence in group}
+        mailbox = _Mailbox()
+        self._mailboxes.update(dict.fromkeys(open_sequences, mailbox))
+        try:
+            self._process.submit([sequence.request for sequence in open_sequences.values()])
+            while open_sequences:
+                deltas = []
+                for output in await mailbox.take():
+                    sequence = open_sequences.get(output.request_id)
+                    if sequence is None:
+                        continue  # it met a stop string while this was on its way
+                    deltas.append(delta := sequence.advance(output))
+                    if delta.finish_reason is not None:
+                        self._finished(sequence, output, groups[delta.index // options.n])
+                        del open_sequences[output.request_id]
+                yield deltas
+        finally:
+            for request_id in open_sequences:
+                self._mailboxes.pop(request_id, None)
+            if open_sequences and self.alive:
+                self._process.abort(open_sequences)
+
+    def _sequence(
+        self, index: int, ids: list[int], sampling: SamplingParams, j: int, options: Options, arrival: float
+    ) -> _Sequence:
+        if j and sampling.seed is not None:
+            sampling = replace(sampling, seed=sampling.seed + j)  # or all n would be the same
+        request = Request(
+            request_id=str(next(self._ids)),
+            prompt_token_ids=ids,
+            sampling=sampling,
+            eos_token_ids=self.model.eos_token_ids,
+            priority=options.priority,
+            arrival_time=arrival,
+            cache_salt=options.cache_salt,
+        )
+        return _Sequence(index, request, self.tokenizer, options)
+
+    def _finished(self, sequence: _Sequence, output: RequestOutput, group: list[_Sequence]) -> None:
+        self._mailboxes.pop(sequence.request_id, None)
+        if output.finish is None:  # only the text says that it is over: the engine must be told
+            self._process.abort((sequence.request_id,), RequestStatus.FINISHED_STOPPED)
+        if all(member.finished for member in group):
+            self.metrics.record_group(len(group), max(member.num_tokens for member in group))
+
+    async def _log_forever(self) -> None:
+        while True:
+            await asyncio.sleep(LOG_INTERVAL)
+            self._stat_logger.log()
+
+
+class _Sequence:
+    """One choice on its way: its text so far, and whether it has met a stop string."""
+
+    __slots__ = ("_detokenizer", "_silent_stop", "_stops", "finished", "index", "num_tokens", "request")
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, options: Options) -> None:
+        self.index, self.request = index, request
+        self.num_tokens = 0
+        self.finished = False
+        self._detokenizer = IncrementalDetokenizer(tokenizer, options.skip_special_tokens)
+        self._stops = StopMatcher(request.sampling.stop, options.include_stop)
+        self._silent_stop = not options.include_stop
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    def advance(self, output: RequestOutput) -> Delta:
+        """Turn new tokens into text, up to a stop string; what the engine sent beyond it is dropped."""
+        tokens = output.token_ids
+        silent = self._silent_stop and output.finish is RequestStatus.FINISHED_STOPPED
+        text, used = "", 0
+        while used < len(tokens) and self._stops.matched is None:
+            used += 1
+            self.num_tokens += 1
+            if not (silent and used == len(tokens)):
+                text += self._checked(self._detokenizer.push(tokens[used - 1 : used]))
+        if output.finish is not None and self._stops.matched is None:
+            text += self._checked(self._detokenizer.finish())
+        if self._stops.matched is None:
+            reason = output.finish.value if output.finish else None
+            stop_reason: int | str | None = output.stop_reason
+            text += self._stops.finish() if output.finish else ""
+        else:
+            reason, stop_reason = "stop", self._stops.matched
+        self.finished = reason is not None
+        return Delta(self.index, text, tokens[:used], output.logprobs[:used], reason, stop_reason)
+
+    def _checked(self, text: str) -> str:
+        """Text that may go out. Up to ``min_tokens``, stop strings are not looked for."""
+        if self.num_tokens <= self.request.sampling.min_tokens:
+            return text
+        return self._stops.push(text)
+
+
+class _Mailbox:
+    """Output that waits for its request's coroutine, which is woken once for all that a step brings."""
+
+    __slots__ = ("_error", "_outputs", "_waiter")
+
+    def __init__(self) -> None:
+        self._outputs: list[RequestOutput] = []
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        self._outputs.append(output)
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._wake()
+
+    async def take(self) -> list[RequestOutput]:
+        """Everything since the last time, at least one output. Raises what :meth:`fail` was given."""
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

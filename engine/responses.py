@@ -1,0 +1,241 @@
+"""OpenAI's response bodies and stream chunks. Chunks are cut from a template: one is made for every token."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from engine.frontend import Delta
+from engine.protocol import Options
+from engine.step import TokenLogprobs
+from engine.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one HTTP request."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "completion_tokens": self.completion_tokens,
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of an answer that is given whole."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+class Writer:
+    """Formats the answer to one HTTP request; subclasses know their endpoint's shapes."""
+
+    prefix: ClassVar[str]
+    object_name: ClassVar[str]
+    chunk_name: ClassVar[str]
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        tokenizer: Tokenizer,
+        options: Options,
+        prompts: Sequence[list[int]],
+    ) -> None:
+        self._id = f"{self.prefix}-{request_id}"
+        self._model, self._tokenizer, self._options, self._prompts = model, tokenizer, options, prompts
+        self._created = int(time.time())
+        self.usage = Usage(sum(map(len, prompts)))
+        self._opened: set[int] = set()
+        head = json.dumps(
+            {"id": self._id, "object": self.chunk_name, "created": self._created, "model": model}
+        )
+        self._head = f'data: {head[:-1]}, "choices": '
+
+    # ---------------------------------------------------------------- given piece by piece
+
+    def chunks(self, deltas: Iterable[Delta]) -> bytes:
+        """The events of one step."""
+        return "".join(map(self._chunk, deltas)).encode()
+
+    def last_chunks(self) -> bytes:
+        """What follows when every choice is finished."""
+        if not self._options.include_usage:
+            return DONE
+        return f'{self._head}[], "usage": {json.dumps(self.usage.as_json())}}}\n\n'.encode() + DONE
+
+    def _chunk(self, delta: Delta) -> str:
+        self.usage.completion_tokens += len(delta.token_ids)
+        opening = ""
+        extra = f', "token_ids": {list(delta.token_ids)}' if self._options.return_token_ids else ""
+        if delta.index not in self._opened:
+            self._opened.add(delta.index)
+            opening = self._opening(delta.index)
+            if self._options.return_token_ids:
+                extra += f', "prompt_token_ids": {self._prompt_of(delta.index)}'
+        logprobs = json.dumps(self._logprobs(delta.index, delta.logprobs)) if delta.logprobs else "null"
+        choice = (
+            f'{{"index": {delta.index}, {self._content(delta.text)}, "logprobs": {logprobs}, '
+            f'"finish_reason": {json.dumps(delta.finish_reason)}, '
+            f'"stop_reason": {json.dumps(delta.stop_reason)}{extra}}}'
+        )
+        return f"{opening}{self._event(choice)}"
+
+    def _event(self, choice: str) -> str:
+        usage = ""
+        if self._options.continuous_usage:
+            usage = f', "usage": {json.dumps(self.usage.as_json())}'
+        return f"{self._head}[{choice}]{usage}}}\n\n"
+
+    def _opening(self, index: int) -> str:
+        """An event before a choice's first delta, if the endpoint has one."""
+        return ""
+
+    def _content(self, text: str) -> str:
+        """The member of a chunk's choice that holds the text."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- given whole
+
+    def body(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        self.usage.completion_tokens = sum(len(choice.token_ids) for choice in choices)
+        return {
+            "id": self._id,
+            "object": self.object_name,
+            "created": self._created,
+            "model": self._model,
+            "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
+            "usage": self.usage.as_json(),
+        }
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        extra: dict[str, Any] = {}
+        if self._options.return_token_ids:
+            extra = {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt_of(index)}
+        return {
+            "index": index,
+            **self._whole("".join(choice.text)),
+            "logprobs": self._logprobs(index, choice.logprobs) if choice.logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            **extra,
+        }
+
+    def _whole(self, text: str) -> dict[str, Any]:
+        """The member of a choice that holds the whole text."""
+        raise NotImplementedError
+
+    # ---------------------------------------------------------------- both
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _token(self, token_id: int) -> str:
+        if self._options.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_text(token_id)
+
+    def _prompt_of(self, index: int) -> list[int]:
+        return self._prompts[index // self._options.n]
+
+
+class CompletionWriter(Writer):
+    """``/v1/completions``."""
+
+    prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._offsets: dict[int, int] = {}
+
+    def _content(self, text: str) -> str:
+        return f'"text": {json.dumps(text)}'
+
+    def _whole(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Parallel lists; ``text_offset`` counts characters of the choice's text, also across chunks."""
+        tokens = [self._token(entry.token_id) for entry in entries]
+        offsets, offset = [], self._offsets.get(index, 0)
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[index] = offset
+        return {
+            "text_offset": offsets,
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "tokens": tokens,
+            "top_logprobs": [
+                {self._token(token_id): _finite(value) for token_id, value in _alternatives(entry)}
+                for entry in entries
+            ],
+        }
+
+
+class ChatWriter(Writer):
+    """``/v1/chat/completions``."""
+
+    prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _opening(self, index: int) -> str:
+        choice = f'{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, '
+        return self._event(choice + '"logprobs": null, "finish_reason": null}')
+
+    def _content(self, text: str) -> str:
+        return f'"delta": {{"content": {json.dumps(text)}}}'
+
+    def _whole(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        return {
+            "content": [
+                {
+                    **self._entry(entry.token_id, entry.logprob),
+                    "top_logprobs": [self._entry(token_id, value) for token_id, value in entry.top],
+                }
+                for entry in entries
+            ]
+        }
+
+    def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
+        token = self._token(token_id)
+        return {"token": token, "logprob": _finite(logprob), "bytes": list(token.encode())}
+
+
+def _alternatives(entry: TokenLogprobs) -> Iterable[tuple[int, float]]:
+    """The most likely tokens, and the one that was chosen if it is none of them."""
+    return {**dict(entry.top), entry.token_id: entry.logprob}.items()
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def error_body(message: str, kind: str, param: str | None, code: int) -> dict[str, Any]:
+    """An error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

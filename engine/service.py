@@ -1,0 +1,157 @@
+"""The running server: the HTTP side over an engine process, until a signal or the engine's end.
+
+When the engine dies, requests in flight fail at once and ``/health`` answers 503 for :data:`DEAD_SECONDS`;
+then the server leaves with code 1, so that whatever supervises it can start it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import gc
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from importlib.metadata import version
+from typing import Any
+
+import uvicorn
+import uvicorn.protocols.http.auto
+import uvloop
+
+from engine.api import Api
+from engine.asgi import build_app
+from engine.frontend import Frontend
+from engine.log import StatLogger
+from engine.metrics import PrometheusMetrics
+from engine.model_config import ModelConfig, load_model_config
+from engine.process import EngineDeadError, EngineInfo, EngineProcess
+from engine.server import ModelPaths, ServerOptions
+from engine.tokenizer import Tokenizer
+
+logger = logging.getLogger("vtune.service")
+DEAD_SECONDS = 10.0
+"""How long the server answers 503 after its engine has died."""
+GRACE_SECONDS = 3
+"""How long a stopping server waits for connections that do not read what they are sent."""
+KEEP_ALIVE_SECONDS = 65
+"""Longer than the idle time after which common clients and proxies drop a connection themselves."""
+
+
+def run_service(
+    process: EngineProcess, paths: ModelPaths, listener: socket.socket, options: ServerOptions
+) -> int:
+    """Returns the exit code. Raises ModelError, EngineStartError, or OSError when it cannot listen."""
+    model = load_model_config(paths.model, paths.load_format)
+    tokenizer = Tokenizer.load(paths.tokenizer)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(process, model, tokenizer, listener, options))
+
+
+async def _run(
+    process: EngineProcess,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    listener: socket.socket,
+    options: ServerOptions,
+) -> int:
+    stop = _stop_signal()
+    ready = asyncio.create_task(process.ready())
+    await asyncio.wait((ready, stop), return_when=asyncio.FIRST_COMPLETED)
+    if stop.done():
+        ready.cancel()
+        return stop.result()
+    info = ready.result()
+    logger.info(f"Using max model len {info.config.max_model_len}")
+    frontend = Frontend(process, info, model, tokenizer, _metrics(info), StatLogger())
+    server = _HttpServer(frontend, options)
+    gc.collect()
+    gc.freeze()
+    return await _serve(frontend, server, listener, stop)
+
+
+async def _serve(
+    frontend: Frontend, server: _HttpServer, listener: socket.socket, stop: asyncio.Future[int]
+) -> int:
+    """From the first connection to the end of the last."""
+    engine_task = asyncio.create_task(frontend.run())
+    http_task = asyncio.create_task(server.serve(sockets=[listener]))
+    host, port = listener.getsockname()[:2]
+    logger.info(f"Starting vtune server on http://{host}:{port}")
+    await asyncio.wait((engine_task, http_task, stop), return_when=asyncio.FIRST_COMPLETED)
+    if engine_task.done() and not stop.done():
+        logger.error(f"the engine is gone; answering 503 for {DEAD_SECONDS:.0f} s, then leaving")
+        await asyncio.wait((stop, http_task), timeout=DEAD_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+    frontend.fail_all(EngineDeadError("the server is shutting down"))
+    frontend.close()
+    server.should_exit = True
+    _, failure = await asyncio.gather(engine_task, http_task, return_exceptions=True)
+    if failure is not None:
+        raise failure
+    return stop.result() if stop.done() else 1
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn, with the signals left to us: its own handling ends the process by the signal it caught."""
+
+    def __init__(self, frontend: Frontend, options: ServerOptions) -> None:
+        api = Api(frontend, version("vtune-llm"))
+        super().__init__(
+            uvicorn.Config(
+                build_app(api.routes(), options.api_keys),
+                lifespan="off",
+                log_config=_log_config(),
+                access_log=options.access_log,
+                timeout_keep_alive=KEEP_ALIVE_SECONDS,
+                timeout_graceful_shutdown=GRACE_SECONDS,
+            )
+        )
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _log_config() -> dict[str, Any]:
+    """uvicorn's own, with the access log on stderr too: stdout is for answers."""
+    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    return config
+
+
+def _stop_signal() -> asyncio.Future[int]:
+    """Done when a signal asks the server to stop; its result is the exit code."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[int] = loop.create_future()
+
+    def ask(code: int) -> None:
+        if not stop.done():
+            stop.set_result(code)
+
+    loop.add_signal_handler(signal.SIGINT, ask, 130)
+    loop.add_signal_handler(signal.SIGTERM, ask, 0)
+    return stop
+
+
+def _metrics(info: EngineInfo) -> PrometheusMetrics:
+    config = info.config
+    assert config.max_model_len is not None
+    return PrometheusMetrics(
+        config.served_name,
+        max_model_len=config.max_model_len,
+        num_speculative_tokens=config.num_speculative_tokens,
+        cache_info={
+            "block_size": config.block_size,
+            "cache_dtype": "auto",
+            "enable_prefix_caching": config.enable_prefix_caching,
+            "gpu_memory_utilization": config.gpu_memory_utilization,
+            "kv_cache_max_concurrency": f"{info.max_concurrency:.2f}",
+            "kv_cache_memory_bytes": info.kv_bytes,
+            "kv_cache_size_tokens": info.kv_tokens,
+            "num_gpu_blocks": info.num_blocks,
+            "num_gpu_blocks_override": config.num_gpu_blocks_override,
+            "prefix_caching_hash_algo": "sha256",
+        },
+    )
