@@ -8,6 +8,7 @@ parent is gone, however it went, the read ends and the child leaves, in the midd
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -254,6 +255,8 @@ class EngineProcess:
     def close(self) -> None:
         """Stop the child: it leaves when the channel closes, and is killed if it does not."""
         self.alive = False
+        with contextlib.suppress(OSError):  # it may be closed, or the child gone
+            self._socket.shutdown(socket.SHUT_RDWR)  # at once, whatever the event loop still holds of it
         if self._writer is not None:
             self._writer.transport.abort()
         self._socket.close()

@@ -132,15 +132,15 @@ def serve(
     ] = None,
 ) -> None:
     """Start the server; every parameter but the first six is the field of EngineConfig of the same name."""
+    from engine.server import ServeError, ServerOptions
+    from engine.server import serve as run
+
     given = dict(context.params)
     try:
         given["model"] = _model(given.pop("arguments") or [], model)
         names = {field.name for field in fields(EngineConfig)}
         config = EngineConfig(**{name: value for name, value in given.items() if name in names})
         config.validate()
-        from engine.server import ServeError, ServerOptions
-        from engine.server import serve as run
-
         options = ServerOptions(host, port, tuple(api_key or ()), not disable_uvicorn_access_log)
         code = run(config, options, _non_default(context, given))
     except (ConfigError, ServeError) as error:
@@ -181,7 +181,7 @@ def _unknown_flag(flag: str) -> str:
 def _non_default(context: typer.Context, given: Mapping[str, Any]) -> dict[str, Any]:
     """What was set on the command line, as vLLM logs it; keys are not for logs."""
     defaults = {parameter.name: parameter.default for parameter in context.command.params}
-    shown = {name: value for name, value in given.items() if value != defaults.get(name)}
+    shown = {name: value for name, value in given.items() if value and value != defaults.get(name)}
     if shown.get("api_key"):
         shown["api_key"] = "***"
     if isinstance(speculation := shown.get("speculative_config"), SpeculativeConfig):
