@@ -34,7 +34,7 @@ def describe_setup(setup: Setup) -> str:
         parts.append(f"at most {engine.long_prefill_token_threshold} tokens a request")
     if engine.num_speculative_tokens:
         parts.append(f"up to {engine.num_speculative_tokens} drafts a request")
-    return f"{' · '.join(parts)}\n{LEGEND}"
+    return f"{'; '.join(parts)}\n{LEGEND}"
 
 
 def budget_bar(step: ExplainedStep) -> str:
@@ -99,16 +99,20 @@ def print_steps(setup: Setup, steps: Iterable[ExplainedStep]) -> None:
     try:
         for step in steps:
             cells = _cells(setup, step)
-            # Text, as an id may hold markup; and an id from JSON may hold half of a surrogate pair
-            table.add_row(*(Text(cell.encode("utf-8", "backslashreplace").decode()) for cell in cells))
+            table.add_row(*(_printable(cell, console.encoding) for cell in cells))
     finally:
         console.print(table)
+
+
+def _printable(cell: str, encoding: str) -> Text:
+    """Text, as an id may hold markup; and without what the terminal, or any, cannot encode."""
+    return Text(cell.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _empty_table() -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("step", justify="right")
-    table.add_column("budget", no_wrap=True)
+    table.add_column("budget", overflow="fold")
     table.add_column("used", justify="right")
     table.add_column("left", justify="right")
     table.add_column("who gets how many")
