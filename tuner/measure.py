@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from loadgen import stats
 from loadgen.record import Records
+from loadgen.verdict import backlog as backlog_of
 from tuner.result import Measurement, Reading
-from tuner.slo import COUNTS, LATENCIES, RATES, Slo, name_of
+from tuner.slo import LATENCIES, RATES, Slo, name_of
 
 ALWAYS = (
     "itl_p50",
@@ -23,23 +25,44 @@ ALWAYS = (
     "e2e_p95",
 )
 """Latencies that every report shows, whatever the SLO."""
+SHOWN_RATES = ("throughput", "request_rate", "goodput")
 _QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 
-def measure(runs: Sequence[Records], slo: Slo) -> Measurement:
+@dataclass(frozen=True)
+class Run:
+    """One load of ``seconds`` and what it recorded."""
+
+    records: Records
+    seconds: float
+
+    @property
+    def whole(self) -> Records:
+        """The records with the load's whole length as their window.
+
+        A run on its own is best judged on the part in which the server was steady, which depends on the
+        server. Configs that are compared on one schedule must answer for the same requests over the same
+        time.
+        """
+        return replace(self.records, window=(0.0, self.seconds))
+
+
+def measure(runs: Sequence[Run], slo: Slo) -> Measurement:
     """The figures that ``slo`` and the report need, over all ``runs`` together.
 
     A percentile of fewer samples than its 95 % statement needs is still given, as an estimate without an
     interval: the search compares configs on equal schedules, and the confirmation pools more. The reading
     holds its n.
     """
-    summaries = [run.summary(goodput_bounds(slo)) for run in runs]
-    wanted = [*slo.metrics, *((metric, None) for metric in (*ALWAYS, *RATES, *COUNTS, "completed"))]
+    summaries = [run.whole.summary(goodput_bounds(slo)) for run in runs]
+    wanted = [*slo.metrics, *((metric, None) for metric in (*ALWAYS, *SHOWN_RATES, "failed", "completed"))]
     readings = {
         name_of(metric, cls): _reading(summaries, metric, cls) for metric, cls in dict.fromkeys(wanted)
     }
-    verdicts = dict.fromkeys(run.verdict for run in runs if run.verdict not in ("", "ok"))
-    return Measurement(readings, sum(s.seconds for s in summaries), ", ".join(verdicts) or "ok")
+    backlog = sum(backlog_of(run.records) for run in runs)  # a trend, so of the steady part
+    readings["backlog"] = Reading(backlog, readings["failed"].n)
+    verdicts = dict.fromkeys(run.records.verdict for run in runs if run.records.verdict not in ("", "ok"))
+    return Measurement(readings, sum(run.seconds for run in runs), ", ".join(verdicts) or "ok")
 
 
 def goodput_bounds(slo: Slo) -> tuple[stats.Bound, ...]:

@@ -88,7 +88,7 @@ class TrialResult:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: NaN as null."""
-        return _without_nan(asdict(self))
+        return without_nan(asdict(self))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -96,11 +96,12 @@ class TrialResult:
         return cls(**{**data, **parts, "records": tuple(data["records"])})
 
 
-def _without_nan(item: Any) -> Any:
+def without_nan(item: Any) -> Any:
+    """``item`` as plain JSON: NaN and infinities as null."""
     if isinstance(item, Mapping):
-        return {key: _without_nan(value) for key, value in item.items()}
+        return {key: without_nan(value) for key, value in item.items()}
     if isinstance(item, list | tuple):
-        return [_without_nan(value) for value in item]
+        return [without_nan(value) for value in item]
     return None if isinstance(item, float) and not math.isfinite(item) else item
 
 

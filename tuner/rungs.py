@@ -9,7 +9,6 @@ that like is compared with like. Rates are not judged early: a short load consis
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from tuner.result import Measurement
@@ -47,42 +46,20 @@ def reason_to_stop(
             return proof
     if incumbent is None or objective.metric in RATES:
         return ""
-    reading, best = (
-        short.reading(objective.metric, objective.cls),
-        incumbent.value(objective.metric, objective.cls),
-    )
-    worst_hope, needed = _hope(reading.low, reading.high, objective), best
-    if math.isnan(worst_hope) or math.isnan(needed):
+    low = short.reading(objective.metric, objective.cls).low
+    best = incumbent.value(objective.metric, objective.cls)
+    if not low > best * (1 + MARGIN):
         return ""
-    out = (
-        worst_hope > needed * (1 + MARGIN)
-        if objective.direction == "minimize"
-        else worst_hope < needed / (1 + MARGIN)
-    )
-    if not out:
-        return ""
-    metric = objective.metric
-    return (
-        f"out of reach: {objective.name} is {_side(objective)} {format_value(metric, worst_hope)} (95 %), "
-        f"the best so far has {format_value(metric, best)}"
-    )
+    at_least, has = (format_value(objective.metric, value) for value in (low, best))
+    return f"out of reach: {objective.name} is at least {at_least} (95 %), the best so far has {has}"
 
 
 def _missed(short: Measurement, bound: Bound) -> str:
+    """A proof that ``bound`` is missed; "" where there is none."""
     reading = short.reading(bound.metric, bound.cls)
-    if bound.metric in COUNTS:
-        if bound.metric == "failed" and reading.value > bound.limit:
-            return f"SLO missed: {reading.value:g} requests failed"
+    if bound.metric == "failed" and reading.value > bound.limit:
+        return f"SLO missed: {reading.value:g} requests failed"
+    if bound.metric in RATES + COUNTS or not reading.low > bound.limit:
         return ""
-    if bound.metric in RATES or not reading.low > bound.limit:
-        return ""
-    at_least = format_value(bound.metric, reading.low)
-    return f"SLO missed: {bound.name} is at least {at_least} (95 %), the bound is {format_value(bound.metric, bound.limit)}"
-
-
-def _hope(low: float, high: float, objective: Objective) -> float:
-    return low if objective.direction == "minimize" else high
-
-
-def _side(objective: Objective) -> str:
-    return "at least" if objective.direction == "minimize" else "at most"
+    at_least, limit = (format_value(bound.metric, value) for value in (reading.low, bound.limit))
+    return f"SLO missed: {bound.name} is at least {at_least} (95 %), the bound is {limit}"

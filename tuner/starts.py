@@ -16,6 +16,8 @@ from tuner.space import Config
 
 REFERENCE_PREFILL = 40_000.0
 """Prefill tokens/s of the device that the published values are for."""
+REFERENCE_TOKENS = 8192
+"""The default budget there."""
 
 
 @dataclass(frozen=True)

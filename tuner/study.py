@@ -35,7 +35,8 @@ RULE = "rule"
 
 TIE = 0.05
 """Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
-STARTUP_TRIALS = 6
+STARTUP_TRIALS = 5
+"""So many are told before the sampler's model replaces chance."""
 FRUITLESS = 5
 """After so many proposals in a row that cannot be launched, an untried config is drawn at random."""
 MAX_DEATHS = 1

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from loadgen.record import Records
 from loadgen.target import OpenTarget
 from loadgen.workload import Schedule, Workload
 from tuner.load import capacity_schedule, mean_output, prefill_schedule
+from tuner.result import without_nan
 
 OFFERED_SHARE = 0.7
 """Of the capacity found. Above it queues grow without a bound at the least disturbance; far below nothing
@@ -46,16 +47,19 @@ class Survey:
         return max((rate for _, rate in self.capacity), default=math.nan)
 
     def describe(self) -> str:
-        if not self.capacity:
-            return ""
         steps = ", ".join(f"{rate:.2f} req/s at concurrency {n}" for n, rate in self.capacity)
         if self.rate is None:
             return f"closed loop: {steps}; measured at {self.concurrency}"
         return f"capacity: {steps}; offered: {self.rate:.2f} req/s ({OFFERED_SHARE:.0%})"
 
+    def to_json(self) -> dict[str, Any]:
+        return dict(without_nan(asdict(self)))
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**{**data, "capacity": tuple((n, rate) for n, rate in data["capacity"])})
+        values: dict[str, Any] = dict(data)
+        values |= {key: math.nan for key in ("start_seconds", "prefill_speed") if data[key] is None}
+        return cls(**{**values, "capacity": tuple((n, rate) for n, rate in data["capacity"])})
 
 
 def find_capacity(

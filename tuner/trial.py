@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from loadgen.probe import Unreachable
 from loadgen.record import Records
 from loadgen.target import OpenTarget, Target, TargetFailed
 from loadgen.workload import Schedule
 from tuner.interrupts import Interrupts
 from tuner.load import Load
-from tuner.measure import measure
+from tuner.measure import Run, measure
 from tuner.observer import Observer
 from tuner.result import SERVES, Measurement, Status, TrialResult
 from tuner.rungs import Rungs, reason_to_stop
@@ -87,20 +88,10 @@ class Bench:
 
     @contextmanager
     def open(self, flags: Mapping[str, Any]) -> Iterator[OpenTarget]:
-        """A server with these flags. Raises ServerFailed, which says why, and SetupFailed."""
+        """A server with these flags. Raises ServerFailed and SetupFailed."""
         self.observer.step("starting the server")
-        server: OpenTarget | None = None
-        try:
-            with self.target.open(flags) as server:
-                yield server
-        except TargetFailed as failure:
-            if failure.environmental:
-                raise SetupFailed(f"{failure.detail}\n{failure.log_tail}".strip()) from None
-            kind = "did not start" if server is None else "died under load"
-            raise ServerFailed(f"{kind}: {failure.reason}: {failure.detail}", failure.log_tail) from None
-        except Stuck as stuck:
-            tail = server.log_tail() if server else ""
-            raise ServerFailed(f"hangs: {stuck}", tail) from None
+        with _faults("did not start"), self.target.open(flags) as server, _faults("died under load", server):
+            yield server
 
     def trial(
         self,
@@ -109,17 +100,38 @@ class Bench:
         load_for: Callable[[OpenTarget], Load],
         rungs: Rungs,
         criteria: Criteria,
+        server: OpenTarget | None = None,
     ) -> TrialResult:
-        """Start a server and measure it. ``load_for`` decides on the load once there is a server to ask.
+        """Start a server (unless ``server`` runs with these flags already) and measure it.
 
-        Raises SetupFailed and KeyboardInterrupt; whatever a server does is a result.
+        ``load_for`` decides on the load once there is a server to ask. Raises SetupFailed and
+        KeyboardInterrupt; whatever a server does is a result.
         """
         attempt = Attempt(self, proposal)
         try:
+            if server is not None:
+                attempt.begun -= server.start_seconds  # so that every trial's cost includes its start
+                with _faults("died under load", server):
+                    return attempt.measure(server, load_for(server), rungs, criteria)
             with self.open(flags) as server:
                 return attempt.measure(server, load_for(server), rungs, criteria)
         except ServerFailed as failure:
             return attempt.failed(str(failure), failure.log_tail)
+
+
+@contextmanager
+def _faults(what: str, server: OpenTarget | None = None) -> Iterator[None]:
+    """Turn what a target raises into ServerFailed, or SetupFailed where the config is not to blame."""
+    try:
+        yield
+    except TargetFailed as failure:
+        if failure.environmental:
+            raise SetupFailed(f"{failure.detail}\n{failure.log_tail}".strip()) from None
+        raise ServerFailed(f"{what}: {failure.reason}: {failure.detail}", failure.log_tail) from None
+    except Unreachable as error:
+        raise ServerFailed(f"{what}: {error}", server.log_tail() if server else "") from None
+    except Stuck as stuck:
+        raise ServerFailed(f"hangs: {stuck}", server.log_tail() if server else "") from None
 
 
 @dataclass
@@ -130,7 +142,7 @@ class Attempt:
     proposal: Proposal
     begun: float = field(default_factory=time.monotonic)
     start_seconds: float = 0.0
-    runs: list[Records] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
 
     def measure(self, server: OpenTarget, load: Load, rungs: Rungs, criteria: Criteria) -> TrialResult:
@@ -153,11 +165,11 @@ class Attempt:
         """Run one rung; returns what is wrong with the server, "" for nothing."""
         self.bench.observer.step(f"load {index + 1} of 2", seconds)
         records = self.bench.run(server, load.rung(index, seconds))
-        self.runs.append(records)
+        self.runs.append(Run(records, seconds))
         path = Path("trials") / f"{self.proposal.number:03d}-{index}.json"
         records.save(self.bench.out / path)
         self.files.append(str(path))
-        return _broken(records)
+        return _broken(self.runs[-1].whole)
 
     def failed(self, reason: str, log_tail: str) -> TrialResult:
         return self._result("failed", reason, violations={SERVES: 1.0}, log_tail=log_tail)
@@ -171,7 +183,9 @@ class Attempt:
         measurement: Measurement,
         bounds: tuple[Bound, ...],
     ) -> TrialResult:
-        figures = read_figures([scrape for run in self.runs for scrape in run.scrapes], server.log_tail(200))
+        figures = read_figures(
+            [scrape for run in self.runs for scrape in run.records.scrapes], server.log_tail(200)
+        )
         return self._result(
             status,
             reason,

@@ -1,6 +1,6 @@
 import optuna
 import pytest
-from analytic_server import measure
+from analytic_target import measure
 from optuna.trial import TrialState
 
 from tuner.result import SERVES, TrialResult

@@ -1,0 +1,295 @@
+"""The whole job against a target that is a formula: how studies end, resume, and what they conclude."""
+
+import itertools
+
+import optuna
+import pytest
+from analytic_target import AnalyticTarget, dies_under_load, does_not_start
+
+from loadgen.target import StartFailed
+from tuner.interrupts import Interrupts
+from tuner.job import Job
+from tuner.observer import Observer
+from tuner.optimize import MAX_FAILURES, Optimizer
+from tuner.slo import parse_slo
+from tuner.study import BASELINE, open_study
+from tuner.trial import Bench, SetupFailed
+
+
+class Notebook(Observer):
+    """Writes down what it is told."""
+
+    def __init__(self):
+        self.notes, self.phases, self.trials = [], [], []
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def phase(self, name):
+        self.phases.append(name)
+
+    def trial_ends(self, result, outcome):
+        self.trials.append((result.number, result.status, outcome))
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Optimizers of one study, one after the other."""
+    storage = optuna.storages.InMemoryStorage()
+
+    def build(target, notebook=None, **job):
+        options = {"flags": {}, "rate": 1.0, "budget": None, "trials": 10, "run_seconds": 60.0, **job}
+        bench = Bench(target, notebook or Notebook(), Interrupts(), tmp_path)
+        job = Job(**options)
+        return Optimizer(job, bench, open_study(storage, "s", parse_slo(job.slo).objective))
+
+    return build
+
+
+def launches(optimizer):
+    return [r for r in optimizer.study.results if r.status in ("measured", "stopped", "failed")]
+
+
+def test_a_better_config_is_found_and_confirmed(make):
+    target, notebook = AnalyticTarget(), Notebook()
+    optimizer = make(target, notebook)
+    outcome = optimizer.run()
+    assert outcome.kind == "better"
+    assert outcome.exit_code == 0
+    assert "max_num_batched_tokens 2048 -> " in outcome.sentence
+    assert "confirmed on fresh runs (8 pairs)" in outcome.sentence
+    assert "95 % interval" in outcome.sentence
+    assert notebook.phases == ["baseline", "search", "confirmation"]
+    assert target.open_now == 0
+    first = optimizer.study.results[0]
+    assert first.origin == BASELINE
+    assert first.kv_tokens == (8000 - 2048 - 1) * 16
+    change = outcome.confirmation.change("itl_p99")
+    assert change.ratio < 0.8
+    assert change.n > 2000
+
+
+def test_starting_points_come_right_after_the_baseline(make):
+    optimizer = make(AnalyticTarget())
+    optimizer.run()
+    assert [r.origin.partition(":")[0] for r in optimizer.study.results[:4]] == [
+        BASELINE,
+        "start",
+        "start",
+        "start",
+    ]
+
+
+def test_the_plan_keeps_time_for_the_confirmation(make):
+    notebook = Notebook()
+    optimizer = make(AnalyticTarget(), notebook, budget=1000.0, trials=None, run_seconds=20.0)
+    optimizer.study = None
+    optimizer._search = lambda: "not searched"
+    optimizer.run()
+    plan = optimizer.plan
+    assert plan.confirm_seconds + plan.affordable_trials * plan.trial_seconds <= 1000
+    assert plan.pairs == 8
+    assert any("kept for the confirmation (8 pairs of runs)" in note for note in notebook.notes)
+    assert any("a start costs 2.0 s" in note for note in notebook.notes)
+
+
+def test_nothing_beats_a_baseline_that_is_best_already(make):
+    outcome = make(
+        AnalyticTarget(), flags={"max_num_batched_tokens": 32, "max_num_seqs": 8}, fix=("max_num_seqs",)
+    ).run()
+    assert outcome.kind == "baseline"
+    assert outcome.exit_code == 0
+    assert "Nothing beats your config" in outcome.sentence
+    assert outcome.confirmation is None, "nothing was better in the search"
+
+
+def test_what_does_not_hold_on_fresh_runs_is_refuted(make):
+    """The search's seeds flatter every config but the baseline; fresh seeds do not."""
+
+    def lucky(config, seed):
+        searched = seed < 1000
+        return (
+            0.3
+            if searched and config["max_num_batched_tokens"] != 2048
+            else 2.0 / (0.025 + 0.0006 * config["max_num_batched_tokens"])
+        )
+
+    outcome = make(AnalyticTarget(itl_factor=lucky)).run()
+    assert outcome.kind == "baseline"
+    assert outcome.exit_code == 0
+    assert "did not hold on fresh runs" in outcome.sentence
+    assert outcome.confirmation.problems
+
+
+def test_all_crash(make):
+    notebook = Notebook()
+    optimizer = make(AnalyticTarget(start_fault=does_not_start), notebook, trials=100)
+    outcome = optimizer.run()
+    assert outcome.kind == "failed"
+    assert outcome.exit_code == 1
+    assert f"nothing served in {MAX_FAILURES} launches" in outcome.ended
+    assert "out_of_memory" in outcome.sentence
+    assert len(launches(optimizer)) == MAX_FAILURES
+    assert all("OutOfMemoryError" in r.log_tail for r in launches(optimizer))
+
+
+def test_all_die_under_load(make):
+    optimizer = make(AnalyticTarget(run_fault=dies_under_load), trials=100)
+    outcome = optimizer.run()
+    assert outcome.kind == "failed"
+    assert all("died under load: killed" in r.reason for r in launches(optimizer))
+
+
+def test_a_region_that_crashes_is_survived(make):
+    def oom(config):
+        if config["max_num_batched_tokens"] < 100:
+            does_not_start(config)
+
+    optimizer = make(AnalyticTarget(start_fault=oom), trials=15)
+    outcome = optimizer.run()
+    assert outcome.kind == "better"
+    assert outcome.best.config["max_num_batched_tokens"] >= 100
+
+
+def test_a_baseline_that_does_not_start_does_not_end_the_study(make):
+    def too_large(config):
+        if config["max_num_batched_tokens"] > 1000:
+            does_not_start(config)
+
+    optimizer = make(AnalyticTarget(start_fault=too_large))
+    outcome = optimizer.run()
+    assert optimizer.study.baseline.status == "failed"
+    assert outcome.kind == "better"
+    assert "Your own config does not serve" in outcome.sentence
+
+
+def test_requests_that_fail_make_a_config_infeasible_with_the_cause(make):
+    target = AnalyticTarget(failing=lambda config: config["max_num_batched_tokens"] < 2048)
+    optimizer = make(target, fix=("all",), vary={"max_num_batched_tokens": None})
+    outcome = optimizer.run()
+    assert outcome.kind == "baseline"
+    reasons = {r.reason for r in launches(optimizer) if r.status == "failed"}
+    assert any("requests failed" in reason and "500 engine error" in reason for reason in reasons)
+
+
+def test_zero_feasible(make):
+    optimizer = make(AnalyticTarget(), slo="itl_p99<1ms", trials=8)
+    outcome = optimizer.run()
+    assert outcome.kind == "infeasible"
+    assert outcome.exit_code == 1
+    assert "none of 9 held the SLO" in outcome.sentence
+    assert "Closest came" in outcome.sentence
+    assert any(r.status == "stopped" and "SLO missed: itl_p99" in r.reason for r in launches(optimizer))
+
+
+def test_explicit_bounds_that_the_baseline_misses_and_another_config_holds(make):
+    outcome = make(AnalyticTarget(), slo="itl_p99<300ms,ttft_p99<60s", trials=12).run()
+    assert outcome.kind == "better"
+    assert outcome.confirmation.candidate.value("itl_p99") < 0.3
+    assert outcome.confirmation.baseline.value("itl_p99") > 0.3
+
+
+def test_explicit_bounds_that_the_baseline_holds_leave_nothing_to_gain(make):
+    outcome = make(AnalyticTarget(), slo="itl_p99<30s", trials=6).run()
+    assert outcome.kind == "baseline"
+
+
+def test_all_duplicates(make):
+    optimizer = make(AnalyticTarget(), fix=("all",), vary={"max_num_seqs": (128,)}, trials=100)
+    outcome = optimizer.run()
+    assert outcome.kind == "baseline"
+    assert outcome.ended == "every config of the space was tried"
+    assert len(launches(optimizer)) == 1
+
+
+def test_out_of_reach_trials_are_stopped_early(make):
+    optimizer = make(AnalyticTarget(), trials=25)
+    optimizer.run()
+    stopped = [r for r in optimizer.study.results if r.status == "stopped"]
+    assert any("out of reach" in r.reason for r in stopped)
+    assert all(len(r.records) == 1 for r in stopped), "one rung only"
+
+
+def test_the_machine_at_fault_ends_the_study_and_a_resume_goes_on(make):
+    launched = itertools.count()
+
+    def disk_full_once(config):
+        if next(launched) == 3:
+            raise StartFailed("disk_full", "No space left on device")
+
+    target = AnalyticTarget(start_fault=disk_full_once)
+    with pytest.raises(SetupFailed, match="No space left"):
+        make(target).run()
+    resumed = make(target)
+    outcome = resumed.run()
+    assert outcome.kind == "better"
+    configs = [tuple(sorted((k, str(v)) for k, v in r.config.items())) for r in launches(resumed)]
+    assert len(configs) == len(set(configs)), "nothing is measured twice"
+    assert [r.status for r in resumed.study.results].count("interrupted") == 1
+
+
+def test_an_interrupt_keeps_what_is_measured(make):
+    launched = itertools.count()
+
+    def interrupt_once(config):
+        if next(launched) == 4:
+            raise KeyboardInterrupt
+
+    target = AnalyticTarget(run_fault=interrupt_once)
+    optimizer = make(target)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.run()
+    assert target.open_now == 0
+    outcome = optimizer.interrupted()
+    assert outcome.exit_code == 130
+    measured = len(launches(optimizer))
+    assert measured >= 1
+    resumed = make(target)
+    assert resumed.run().kind == "better"
+    assert target.opened.count({}) == 2, "the baseline was not measured again: once, and once to confirm"
+
+
+def test_an_interrupt_before_anything_is_measured(make):
+    def interrupt(config):
+        raise KeyboardInterrupt
+
+    optimizer = make(AnalyticTarget(start_fault=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.run()
+    assert "before the baseline" in optimizer.interrupted().sentence
+
+
+def test_the_rate_is_70_percent_of_the_capacity_found(make):
+    notebook = Notebook()
+    optimizer = make(AnalyticTarget(), notebook, rate=None, trials=2)
+    optimizer.run()
+    survey = optimizer.survey
+    assert survey.rate == pytest.approx(0.7 * max(rate for _, rate in survey.capacity))
+    assert optimizer.load.arrival.description.startswith("open loop, Poisson")
+    assert any("offered" in note for note in notebook.notes)
+
+
+def test_the_throughput_preset_is_measured_in_a_closed_loop(make):
+    optimizer = make(AnalyticTarget(), slo="throughput", rate=None, trials=2)
+    optimizer.run()
+    assert optimizer.survey.rate is None
+    assert optimizer.load.arrival.description.startswith("closed loop")
+
+
+def test_the_last_trials_ask_whether_every_change_is_needed(make):
+    knobs = {"max_num_batched_tokens": (128, 256), "max_num_seqs": (16,)}
+    optimizer = make(AnalyticTarget(), fix=("all",), vary=knobs, trials=4)
+    outcome = optimizer.run()
+    origins = [r.origin for r in optimizer.study.results]
+    assert any(origin.startswith("best without") for origin in origins)
+    assert list(optimizer.study.space.changes(outcome.best.config)) == ["max_num_batched_tokens"]
+
+
+def test_only_flags_that_differ_from_the_users_are_given(make):
+    target = AnalyticTarget()
+    optimizer = make(target, flags={"max_num_seqs": 64, "dtype": "float32"})
+    optimizer.run()
+    assert target.opened[0] == {"max_num_seqs": 64, "dtype": "float32"}
+    assert all(flags["dtype"] == "float32" for flags in target.opened)
+    start = target.opened[1]
+    assert set(start) == {"max_num_seqs", "dtype", "max_num_batched_tokens"}

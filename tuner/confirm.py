@@ -1,0 +1,130 @@
+"""The confirmation: the best config against the baseline on seeds that no trial has seen, in interleaved
+pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from loadgen.compare import Comparison
+from loadgen.paired import paired_effect
+from tuner.measure import Run, measure
+from tuner.result import Measurement, without_nan
+from tuner.slo import COUNTS, Bound, Slo, format_value, name_of
+
+MIN_GAIN = 0.05
+"""The objective must improve by this much, beside an interval that excludes no improvement."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One metric on fresh runs: pooled over all runs of each side, and the ratio B/A over the pairs."""
+
+    metric: str
+    a: float
+    b: float
+    ratio: float
+    low: float
+    high: float
+    n: int
+    """Samples behind ``b``."""
+
+    @property
+    def percent(self) -> str:
+        """``-66 %, 95 % interval -72 … -58``."""
+        if math.isnan(self.ratio):
+            return "n/a"
+        if math.isnan(self.low):
+            return f"{100 * (self.ratio - 1):+.0f} %"
+        low, high = (f"{100 * (edge - 1):+.0f}" if edge < 100 else "∞" for edge in (self.low, self.high))
+        return f"{100 * (self.ratio - 1):+.0f} %, 95 % interval {low} … {high}"
+
+    def __str__(self) -> str:
+        return f"{format_value(self.metric, self.a)} -> {format_value(self.metric, self.b)} ({self.percent})"
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """What fresh runs say. ``problems`` empty: the candidate is better, and holds every bound."""
+
+    changes: tuple[Change, ...]
+    problems: tuple[str, ...]
+    pairs: int
+    together: bool
+    notes: tuple[str, ...]
+    baseline: Measurement
+    candidate: Measurement
+
+    @property
+    def confirmed(self) -> bool:
+        return not self.problems
+
+    def change(self, name: str) -> Change:
+        return next(change for change in self.changes if change.metric == name)
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(without_nan(asdict(self)))
+
+
+def assess(comparison: Comparison, slo: Slo, seconds: float, baseline_feasible: bool) -> Confirmation:
+    """Judge the pairs of a comparison (A: baseline, B: candidate; loads of ``seconds``) by the SLO.
+
+    Where the baseline itself misses the SLO, holding it is what counts, and no gain is asked of the
+    objective.
+    """
+    sides = [[Run(getattr(pair, side), seconds) for pair in comparison.pairs] for side in ("a", "b")]
+    a, b = (measure(runs, slo) for runs in sides)
+    single = [[measure([run], slo) for run in runs] for runs in sides]
+    changes = {name: _change(name, a, b, *single) for name in compared_metrics(slo)}
+    problems = [_missed(bound, b) for bound in slo.resolve(a.value)]
+    if baseline_feasible:
+        problems.append(_no_gain(slo, changes[slo.objective.name]))
+    return Confirmation(
+        changes=tuple(changes.values()),
+        problems=tuple(problem for problem in problems if problem),
+        pairs=len(comparison.pairs),
+        together=comparison.together,
+        notes=comparison.notes,
+        baseline=a,
+        candidate=b,
+    )
+
+
+def compared_metrics(slo: Slo) -> list[str]:
+    """The objective first, then what the SLO bounds, then what everybody asks about."""
+    always = ("itl_p50", "itl_p99", "ttft_p50", "ttft_p95", "throughput")
+    return list(dict.fromkeys([*(name_of(metric, cls) for metric, cls in slo.metrics), *always]))
+
+
+def _change(
+    name: str, a: Measurement, b: Measurement, a_runs: Sequence[Measurement], b_runs: Sequence[Measurement]
+) -> Change:
+    """Pooled values of both sides, and the ratio over the pairs of runs where every run has a positive
+    value.
+    """
+    a_values, b_values = ([run.readings[name].value for run in runs] for runs in (a_runs, b_runs))
+    reading = b.readings[name]
+    ratio = low = high = math.nan
+    if a_values and name not in COUNTS and all(0 < value < math.inf for value in a_values + b_values):
+        effect = paired_effect(a_values, b_values)
+        ratio, low, high = effect.ratio, effect.low, effect.high
+    return Change(name, a.readings[name].value, reading.value, ratio, low, high, reading.n)
+
+
+def _missed(bound: Bound, b: Measurement) -> str:
+    value = b.value(bound.metric, bound.cls)
+    if bound.violation(value) <= 0:
+        return ""
+    return f"{bound.name} is {format_value(bound.metric, value)} on fresh runs, the SLO asks for {bound}"
+
+
+def _no_gain(slo: Slo, change: Change) -> str:
+    """Why the objective's gain is not proven; "" when it is."""
+    lower = slo.objective.direction == "minimize"
+    gain, worst = (1 - change.ratio, 1 - change.high) if lower else (change.ratio - 1, change.low - 1)
+    if worst > 0 and gain >= MIN_GAIN:
+        return ""
+    return f"{change.metric} {change} on fresh runs: no proven gain of {MIN_GAIN:.0%} or more"

@@ -1,0 +1,54 @@
+"""What the user asked for, kept in the study so that it can be resumed by its name alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Self
+
+SCHEMA = "vtune.job/1"
+DEFAULT_BUDGET = 600.0
+DEFAULT_RUN_SECONDS = 20.0
+
+
+class JobError(ValueError):
+    """Options that contradict each other or the study that they resume."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One ``vtune optimize``. Seconds, requests/s."""
+
+    slo: str = "itl"
+    target: str = "bundled"
+    """``bundled``, ``vllm``, or a command template with ``{flags}``."""
+    model: str = "bundled"
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """The user's current flags, as given: the baseline."""
+    workload: str = "mixed"
+    rate: float | None = None
+    concurrency: int | None = None
+    budget: float | None = DEFAULT_BUDGET
+    trials: int | None = None
+    run_seconds: float = DEFAULT_RUN_SECONDS
+    pairs: int | None = None
+    fix: tuple[str, ...] = ()
+    vary: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
+    seed: int = 0
+
+    @property
+    def server(self) -> str:
+        """Whose defaults apply: a key of ``tuner.space.DEFAULTS``."""
+        return "bundled" if self.target == "bundled" or "vtune serve" in self.target else "vllm"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """Raises JobError for a study that another version made."""
+        if data.get("schema") != SCHEMA:
+            raise JobError(f"the study's schema is {data.get('schema')!r}, this version reads {SCHEMA!r}")
+        values = {f.name: data[f.name] for f in fields(cls)}
+        vary = {flag: None if items is None else tuple(items) for flag, items in values["vary"].items()}
+        return cls(**{**values, "fix": tuple(values["fix"]), "vary": vary})

@@ -1,0 +1,341 @@
+"""The whole job: baseline, budget plan, search, confirmation. Everything it learns goes into the study at
+once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import optuna
+
+from loadgen.compare import compare
+from loadgen.target import OpenTarget, TargetFailed
+from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload, preset
+from tuner.budget import Clock, Plan, choose_pairs
+from tuner.confirm import Confirmation, assess
+from tuner.job import Job
+from tuner.load import Load
+from tuner.measure import goodput_bounds
+from tuner.outcome import Outcome, better, broken, describe_trial, refuted, unconfirmed, without_confirmation
+from tuner.result import TrialResult
+from tuner.rungs import Rungs
+from tuner.slo import Slo, parse_slo
+from tuner.space import Config, build_space, effective
+from tuner.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
+from tuner.study import BASELINE, Proposal, Study, describe_changes
+from tuner.survey import OFFERED_SHARE, Survey, find_capacity, prefill_speed
+from tuner.trial import Attempt, Bench, Criteria, ServerFailed, SetupFailed
+
+FALLBACK_CONTEXT = 4096
+"""Context length assumed where the baseline does not come up to be asked."""
+PROBE_TOKENS = 1024
+MAX_FAILURES = 5
+"""When nothing has served after so many launches, nothing will."""
+DEFAULT_RUNNING = 16
+"""Requests in service at the baseline, where no metric says."""
+CAPACITY_SHARE = 0.5
+"""Length of a closed loop to find the capacity, as a share of a run."""
+
+
+@dataclass
+class Optimizer:
+    """Runs one job against ``bench``; what has been done already is read from ``record``, and not done
+    again.
+    """
+
+    job: Job
+    bench: Bench
+    record: optuna.Study
+    study: Study = field(init=False)
+    survey: Survey = field(init=False)
+    plan: Plan | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self.slo: Slo = parse_slo(self.job.slo)
+        self.rungs = Rungs.of(self.job.run_seconds)
+        self.clock = Clock(self.record.user_attrs.get("spent", 0.0))
+        self.observer = self.bench.observer
+
+    def run(self) -> Outcome:
+        """Raises SetupFailed and KeyboardInterrupt; the study is whole in either case and can be resumed."""
+        try:
+            self.observer.phase("baseline")
+            self._baseline()
+            self._make_plan()
+            self.observer.phase("search")
+            ended = self._search()
+            return self._conclude(ended)
+        finally:
+            self._save("spent", self.clock.spent)
+
+    def interrupted(self) -> Outcome:
+        """What can be said after a KeyboardInterrupt."""
+        if not hasattr(self, "study"):
+            return Outcome("interrupted", "Interrupted before the baseline was measured", "interrupted")
+        best = self.study.best()
+        found = "nothing is measured yet"
+        if best is not None:
+            changes = describe_changes(self.study.space.changes(best.config)) or "your own config"
+            found = f"best so far, not confirmed: {changes} ({describe_trial(best, self.slo.objective)})"
+        return Outcome("interrupted", f"Interrupted; {found}", "interrupted")
+
+    # The baseline, and what is learnt with it.
+
+    def _baseline(self) -> None:
+        """Measure the user's config, unless the study has it; survey the device on the same server."""
+        if saved := self.record.user_attrs.get("survey"):
+            self._begin(Survey.from_json(saved))
+            if dead := self.study.recover():
+                self.observer.note(f"{dead} trial(s) whose process died will be tried again")
+            if self.study.baseline is None:
+                self._trial(self._proposed_baseline())
+            return
+        try:
+            with self.bench.open(self.job.flags) as server:
+                self._begin(self._surveyed(server))
+                self._trial(self._proposed_baseline(), server)
+        except ServerFailed as failure:
+            self._begin(self._blind_survey())
+            proposal = self._proposed_baseline()
+            self._tell(proposal, Attempt(self.bench, proposal).failed(str(failure), failure.log_tail))
+
+    def _proposed_baseline(self) -> Proposal:
+        self.study.enqueue(self.study.space.baseline, BASELINE)
+        proposal = self.study.propose()
+        assert proposal is not None, "a baseline that has not been measured can always be proposed"
+        return proposal
+
+    def _begin(self, survey: Survey) -> None:
+        """With the survey there is a space, and with the space there is a study."""
+        self.survey = survey
+        self._save("survey", survey.to_json())
+        baseline = effective(self.job.flags, self.job.server)
+        space = build_space(baseline, survey.max_model_len, fix=self.job.fix, vary=self.job.vary)
+        self.study = Study(self.record, space, self.slo.objective, self.job.seed)
+
+    def _blind_survey(self) -> Survey:
+        """For a baseline that does not come up: what the job says."""
+        context = self.job.flags.get("max_model_len")
+        return Survey(
+            max_model_len=context if isinstance(context, int) else FALLBACK_CONTEXT,
+            start_seconds=math.nan,
+            prefill_speed=math.nan,
+            rate=self.job.rate,
+            concurrency=self.job.concurrency,
+        )
+
+    def _surveyed(self, server: OpenTarget) -> Survey:
+        """Ask and time the server. Raises RunFailed, Stuck, KeyboardInterrupt."""
+        context = server.max_model_len or self._blind_survey().max_model_len
+        workload = self._workload(context)
+        seqs = effective(self.job.flags, self.job.server)["max_num_seqs"]
+        self.observer.step("timing a lone prefill")
+        speed = prefill_speed(
+            server, workload, min(PROBE_TOKENS, context // 2), self.job.seed, self.bench.run
+        )
+        survey = Survey(
+            context, server.start_seconds, speed, rate=self.job.rate, concurrency=self.job.concurrency
+        )
+        if survey.rate is None and survey.concurrency is None:
+            seconds = CAPACITY_SHARE * self.job.run_seconds
+            self.observer.step("finding the capacity in a closed loop")
+            found = find_capacity(server, workload, self.job.seed, seconds, self.bench.run, seqs)
+            survey = replace(survey, capacity=found)
+            if self.slo.saturated:
+                survey = replace(survey, concurrency=max(found, key=lambda step: step[1])[0])
+            else:
+                survey = replace(survey, rate=OFFERED_SHARE * survey.best_capacity)
+        if survey.capacity:
+            self.observer.note(survey.describe())
+        return survey
+
+    def _workload(self, max_model_len: int) -> Workload:
+        return preset(self.job.workload, max_model_len=max_model_len, vocab_size=DEFAULT_VOCAB_SIZE)
+
+    def _load(self, server: OpenTarget) -> Load:
+        """The load of every trial; found out on the first server that comes up."""
+        if self.survey.rate is None and self.survey.concurrency is None:
+            self.survey = self._surveyed(server)
+            self._save("survey", self.survey.to_json())
+        return self.load
+
+    @property
+    def load(self) -> Load:
+        workload = self._workload(self.survey.max_model_len)
+        return Load(workload, self.job.seed, self.survey.rate, self.survey.concurrency)
+
+    def _make_plan(self) -> None:
+        """Needs the baseline's costs; one that failed is taken to cost what a run takes."""
+        baseline = self.study.baseline
+        assert baseline is not None, "the baseline is told before the plan is made"
+        start, total = baseline.seconds["start"], baseline.seconds["total"]
+        seconds = self.rungs.seconds
+        run = max(
+            seconds, seconds + (total - start - seconds) / 2
+        )  # a trial has two loads, and so two drains
+        pairs = self.job.pairs or choose_pairs(self.job.budget, start, run)
+        self.plan = Plan(
+            start_seconds=start,
+            trial_seconds=max(total, seconds),
+            run_seconds=run,
+            pairs=0 if baseline.status == "failed" else pairs,
+            budget_seconds=self.job.budget,
+            max_trials=self.job.trials,
+            spent_seconds=self.clock.spent,
+        )
+        self.observer.note(self.plan.describe())
+
+    # The search.
+
+    def _search(self) -> str:
+        """Trials until there is a reason to stop, which is returned."""
+        for flags, why in self._starting_points():
+            self.study.enqueue(flags, why)
+        while not (over := self._over()):
+            self._queue_simpler()
+            proposal = self.study.propose()
+            if proposal is None:
+                return "every config of the space was tried"
+            self._trial(proposal)
+        return over
+
+    def _starting_points(self) -> Iterator[tuple[Mapping[str, Any], str]]:
+        baseline = self.study.space.baseline
+        speed = self.survey.prefill_speed
+        if math.isnan(speed):  # then the baseline's budget is taken for what the device's default should be
+            speed = REFERENCE_PREFILL * baseline["max_num_batched_tokens"] / REFERENCE_TOKENS
+        told = self.study.baseline
+        running = (told.peak_running if told else None) or min(DEFAULT_RUNNING, baseline["max_num_seqs"])
+        return starting_points(self.slo, baseline, speed, running)
+
+    def _over(self) -> str:
+        """Why the search must end now; "" while it may go on."""
+        launched = [r for r in self.study.results if r.status in ("measured", "stopped", "failed")]
+        if len(launched) >= MAX_FAILURES and all(r.status == "failed" for r in launched):
+            return f"nothing served in {len(launched)} launches"
+        if self._trials_left() < 1:
+            return f"{len(launched) - 1} trials were afforded"
+        return ""
+
+    def _trials_left(self) -> int:
+        """By number, and by the time that is left beside the confirmation's."""
+        assert self.plan is not None, "the search follows the plan"
+        costs = [
+            r.seconds["total"] for r in self.study.results if r.status in ("measured", "stopped", "failed")
+        ]
+        now = replace(
+            self.plan,
+            trial_seconds=max(self.plan.trial_seconds / 2, sum(costs) / len(costs)),
+            spent_seconds=self.clock.spent,
+            max_trials=None if self.job.trials is None else self.job.trials - len(costs) + 1,
+        )
+        return now.affordable_trials
+
+    def _queue_simpler(self) -> None:
+        """With the last trials: does the best config need all that it changes? The main knob stays."""
+        best = self.study.best()
+        if best is None:
+            return
+        space = self.study.space
+        changed = [flag for flag in space.flags if flag in space.changes(best.config)]
+        if self._trials_left() <= len(changed[1:]):
+            for flag in reversed(changed[1:]):
+                simpler = {**best.config, flag: space.baseline[flag]}
+                if not space.refusals(simpler):
+                    self.study.enqueue(simpler, f"best without {flag}")
+
+    def _trial(self, proposal: Proposal, server: OpenTarget | None = None) -> None:
+        space = self.study.space
+        self.observer.budget(self.clock.spent, self.job.budget)
+        changes = describe_changes(space.changes(proposal.config))
+        self.observer.trial_begins(proposal.number, changes, proposal.origin)
+        try:
+            result = self.bench.trial(
+                proposal, self._flags(proposal.config), self._load, self.rungs, self._criteria(), server
+            )
+        except (KeyboardInterrupt, SetupFailed) as error:
+            self.study.interrupt(proposal, type(error).__name__)
+            raise
+        self._tell(proposal, result)
+
+    def _tell(self, proposal: Proposal, result: TrialResult) -> None:
+        before = self.study.best()
+        self.study.tell(proposal, result)
+        self._save("spent", self.clock.spent)
+        self.observer.trial_ends(result, describe_trial(result, self.slo.objective))
+        best = self.study.best()
+        if best is not None and (before is None or best.number != before.number):
+            self.observer.incumbent(best, describe_trial(best, self.slo.objective))
+
+    def _flags(self, config: Config) -> dict[str, Any]:
+        """What is given on the command line: the user's flags, and what differs from them."""
+        changed = {flag: new for flag, (_, new) in self.study.space.changes(config).items()}
+        return {flag: value for flag, value in {**self.job.flags, **changed}.items() if value is not None}
+
+    def _criteria(self) -> Criteria:
+        """The baseline is measured in full, whatever its short rung says: bounds are relative to it."""
+        baseline, best = self.study.baseline, self.study.best()
+        if baseline is None or baseline.measurement is None or baseline.short is None:
+            unmeasured = self.slo.resolve(lambda metric, cls: math.nan)
+            return Criteria(self.slo, unmeasured, () if baseline is None else unmeasured)
+        return Criteria(
+            self.slo,
+            self.slo.resolve(baseline.measurement.value),
+            self.slo.resolve(baseline.short.value),
+            best.short if best else None,
+        )
+
+    # The confirmation.
+
+    def _conclude(self, ended: str) -> Outcome:
+        space, best, baseline = self.study.space, self.study.best(), self.study.baseline
+        assert baseline is not None, "a search begins with the baseline"
+        if best is None or not space.changes(best.config):
+            return without_confirmation(self.study.results, best, space, self.slo, ended)
+        if baseline.status == "failed":
+            return unconfirmed(best, baseline, space, self.slo, ended)
+        self.observer.phase("confirmation")
+        confirmation = self._confirm(best, baseline)
+        if isinstance(confirmation, str):
+            return broken(best, space, confirmation, ended)
+        if confirmation.confirmed:
+            return better(best, space, self.slo, confirmation, ended)
+        return refuted(best, space, confirmation, ended)
+
+    def _confirm(self, best: TrialResult, baseline: TrialResult) -> Confirmation | str:
+        """Fresh runs of both; a sentence where the best config did not serve them."""
+        assert self.plan is not None, "the confirmation follows the plan"
+        load, seconds = self.load, self.rungs.seconds
+        seeds = load.confirmation_seeds(self.plan.pairs)
+        self.observer.note(f"best so far against the baseline on {len(seeds)} fresh seeds, in turn")
+        try:
+            with self.bench.interrupts.load() as stop:
+                comparison = compare(
+                    self.bench.target,
+                    self.job.flags,
+                    self._flags(best.config),
+                    lambda seed: load.confirmation(seed, seconds),
+                    seeds=seeds,
+                    metrics=[],
+                    bounds=goodput_bounds(self.slo),
+                    progress=self._confirming,
+                    stop=stop,
+                )
+        except TargetFailed as failure:
+            if failure.environmental or failure.side == "a":
+                raise SetupFailed(f"confirmation: {failure.detail}\n{failure.log_tail}".strip()) from None
+            return f"{failure.reason}: {failure.detail}"
+        for pair in comparison.pairs:
+            pair.a.save(self.bench.out / "confirmation" / f"{pair.seed}-baseline.json")
+            pair.b.save(self.bench.out / "confirmation" / f"{pair.seed}-best.json")
+        return assess(comparison, self.slo, seconds, baseline.feasible)
+
+    def _confirming(self, done: int, planned: int, what: str) -> None:
+        self.observer.budget(self.clock.spent, self.job.budget)
+        self.observer.step(f"run {done + 1} of {planned} ({what})", self.rungs.seconds)
+
+    def _save(self, key: str, value: Any) -> None:
+        self.record.set_user_attr(key, value)

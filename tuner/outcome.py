@@ -1,0 +1,141 @@
+"""How a study ended, in a sentence and as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tuner.confirm import Change, Confirmation
+from tuner.result import TrialResult
+from tuner.slo import Objective, Slo, format_value
+from tuner.space import Space
+from tuner.study import describe_changes
+
+Kind = Literal["better", "baseline", "infeasible", "failed", "interrupted"]
+"""better: a config is confirmed. baseline: nothing beats the user's config. infeasible: nothing holds the
+SLO. failed: no server served. interrupted: by the user; what was measured so far stands."""
+
+LABELS = {"itl": "ITL", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "inter_chunk": "inter-chunk latency"}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: Kind
+    sentence: str
+    ended: str
+    """Why the search ended."""
+    best: TrialResult | None = None
+    """The config to use; None: the user's own."""
+    confirmation: Confirmation | None = None
+
+    @property
+    def exit_code(self) -> int:
+        return {"better": 0, "baseline": 0, "infeasible": 1, "failed": 1, "interrupted": 130}[self.kind]
+
+
+def label(metric: str) -> str:
+    """``itl_p99`` -> ``ITL P99``; a class stays: ``TTFT P95{class=short}``."""
+    name, brace, cls = metric.partition("{")
+    family, _, statistic = name.rpartition("_")
+    text = f"{LABELS.get(family, family.replace('_', ' '))} {statistic.upper()}" if family else name
+    return (text if name not in ("request_rate",) else "request rate") + brace + cls
+
+
+def better(best: TrialResult, space: Space, slo: Slo, confirmation: Confirmation, ended: str) -> Outcome:
+    """``max_num_seqs 16 -> 12: ITL P99 412 ms -> 138 ms (-66 %, …), throughput -3 %, confirmed on fresh
+    runs``.
+    """
+    main = confirmation.change(slo.objective.name)
+    shown = [name for name in ("throughput", "ttft_p95", "itl_p99") if name != main.metric]
+    rest = ", ".join(_aside(confirmation.change(name)) for name in shown[:2])
+    sentence = (
+        f"{describe_changes(space.changes(best.config))}: {label(main.metric)} {main}, {rest}, "
+        f"confirmed on fresh runs ({confirmation.pairs} pairs)"
+    )
+    return Outcome("better", sentence, ended, best, confirmation)
+
+
+def _aside(change: Change) -> str:
+    percent = change.percent.partition(",")[0]
+    return f"{label(change.metric)} {percent}"
+
+
+def refuted(best: TrialResult, space: Space, confirmation: Confirmation, ended: str) -> Outcome:
+    sentence = (
+        "Nothing beats your config. The best of the search "
+        f"({describe_changes(space.changes(best.config))}) did not hold on fresh runs: "
+        + "; ".join(confirmation.problems)
+    )
+    return Outcome("baseline", sentence, ended, None, confirmation)
+
+
+def broken(best: TrialResult, space: Space, failure: str, ended: str) -> Outcome:
+    """The best config did not get through its confirmation."""
+    changes = describe_changes(space.changes(best.config))
+    return Outcome(
+        "baseline",
+        f"Nothing beats your config. The best of the search ({changes}) failed on fresh runs: {failure}",
+        ended,
+    )
+
+
+def unconfirmed(best: TrialResult, baseline: TrialResult, space: Space, slo: Slo, ended: str) -> Outcome:
+    """The user's config does not serve, so that there is nothing to compare with."""
+    changes = describe_changes(space.changes(best.config))
+    sentence = (
+        f"{changes}: serves and holds the SLO ({describe_trial(best, slo.objective)}). Your own config does "
+        f"not serve ({baseline.reason}), so there is no comparison on fresh runs"
+    )
+    return Outcome("better", sentence, ended, best)
+
+
+def without_confirmation(
+    results: Sequence[TrialResult], best: TrialResult | None, space: Space, slo: Slo, ended: str
+) -> Outcome:
+    """The outcome where there is nothing to confirm: ``best`` is None, or the baseline."""
+    launched = [r for r in results if r.status in ("measured", "stopped", "failed")]
+    if best is not None:
+        tried = len(launched) - 1
+        value = format_value(slo.objective.metric, best.value(slo.objective))
+        return Outcome(
+            "baseline",
+            f"Nothing beats your config: {label(slo.objective.name)} {value}, and none of {tried} other "
+            "configs measured better within the SLO",
+            ended,
+        )
+    served = [r for r in launched if r.status != "failed"]
+    if not served:
+        reason = launched[-1].reason if launched else "none was launched"
+        return Outcome("failed", f"No config served ({len(launched)} tried). The last one {reason}", ended)
+    closest = min(served, key=lambda r: sum(max(0.0, v) for v in r.violations.values()))
+    missed = ", ".join(_miss(closest, name) for name, v in closest.violations.items() if v > 0)
+    changes = describe_changes(space.changes(closest.config)) or "your own config"
+    return Outcome(
+        "infeasible",
+        f"No feasible config: none of {len(launched)} held the SLO ({slo.describe()}). "
+        f"Closest came {changes}: missed {missed or closest.reason}",
+        ended,
+    )
+
+
+def _miss(result: TrialResult, name: str) -> str:
+    if result.measurement is None or name not in result.measurement.readings:
+        return name
+    return f"{label(name)} ({format_value(name.partition('{')[0], result.measurement.readings[name].value)})"
+
+
+def describe_trial(result: TrialResult, objective: Objective) -> str:
+    """One line: what came of a trial."""
+    if result.status in ("failed", "refused", "interrupted", "duplicate"):
+        return f"{result.status}: {result.reason}"
+    assert result.measurement is not None, "a trial that served has a measurement"
+    figures = [(objective.metric, objective.cls), ("itl_p99", None), ("ttft_p95", None), ("throughput", None)]
+    text = ", ".join(
+        f"{label(metric)} {format_value(metric, result.measurement.value(metric, cls))}"
+        for metric, cls in dict.fromkeys(figures)
+    )
+    if result.status == "stopped":
+        return f"{text}; stopped early: {result.reason}"
+    missed = [name for name, v in result.violations.items() if v > 0]
+    return f"{text}; misses {', '.join(missed)}" if missed else f"{text}; feasible"
