@@ -1,0 +1,311 @@
+"""From one exchange's raw bytes to its record: OpenAI streaming, failures, tokens of each chunk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from loadgen.http1 import MalformedResponse, Response, decode
+from loadgen.record import Failure, RequestRecord
+from loadgen.sse import events
+from loadgen.wire import End, Exchange
+from loadgen.workload import PlannedRequest
+
+_BEFORE_AN_ANSWER = {
+    End.COMPLETE: Failure.GARBAGE,
+    End.CLOSED: Failure.CLOSED,
+    End.RESET: Failure.CLOSED,
+    End.TIMEOUT: Failure.NO_ANSWER,
+    End.REFUSED: Failure.REFUSED,
+    End.CONNECT_TIMEOUT: Failure.CONNECT_TIMEOUT,
+    End.TLS: Failure.TLS,
+    End.MALFORMED: Failure.GARBAGE,
+    End.UNFINISHED: Failure.UNFINISHED,
+    End.CANCELLED: Failure.CANCELLED,
+}
+_MID_STREAM = {
+    End.COMPLETE: Failure.NO_FINISH_REASON,
+    End.CLOSED: Failure.CLOSED_MID_STREAM,
+    End.RESET: Failure.CLOSED_MID_STREAM,
+    End.TIMEOUT: Failure.STALLED,
+    End.MALFORMED: Failure.GARBAGE,
+    End.UNFINISHED: Failure.UNFINISHED,
+    End.CANCELLED: Failure.CANCELLED,
+}
+_STATUS = {
+    401: Failure.UNAUTHORIZED,
+    403: Failure.UNAUTHORIZED,
+    404: Failure.WRONG_PATH,
+    405: Failure.WRONG_PATH,
+    429: Failure.RATE_LIMITED,
+    503: Failure.UNAVAILABLE,
+}
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """All that arrived in one read: its text length, choices, and tokens where the server counts them."""
+
+    at_ns: int
+    chars: int = 0
+    choices: int = 0
+    finished: bool = False
+    tokens: int | None = None
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What a stream said."""
+
+    chunks: list[_Chunk] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    failure: Failure | None = None
+    detail: str = ""
+
+
+def parse_exchange(exchange: Exchange, planned: PlannedRequest, start_ns: int) -> RequestRecord:
+    """The record of ``exchange``; its times become relative to ``start_ns``."""
+    response, failure, detail = _decode(exchange)
+    stream = _Stream() if response is None or failure else read_stream(response)
+    if failure is None:
+        failure, detail = _judge(exchange, planned, stream)
+    completion = _integer(stream.usage.get("completion_tokens"))
+    at, tokens = allot_tokens(stream.chunks, completion)
+    end_ns = exchange.stamps[-1] if failure is None else exchange.ended_ns
+    return RequestRecord(
+        index=exchange.index,
+        cls=planned.cls,
+        intended=exchange.intended_ns - start_ns,
+        sent=exchange.sent_ns - start_ns if exchange.sent_ns else None,
+        end=end_ns - start_ns,
+        chunk_at=tuple(stamp - start_ns for stamp in at),
+        chunk_tokens=tuple(tokens),
+        failure=failure,
+        detail=detail,
+        status=None if response is None else response.head.status,
+        retry_after=None if response is None else _retry_after(response.head.headers.get("retry-after")),
+        finish_reason=stream.finish_reason,
+        prompt_tokens=_integer(stream.usage.get("prompt_tokens")),
+        completion_tokens=completion,
+        cached_tokens=_cached_tokens(stream.usage),
+        planned_prompt=None if planned.prompt_token_ids is None else len(planned.prompt_token_ids),
+        max_tokens=planned.max_tokens,
+        retried=exchange.retried,
+    )
+
+
+def _decode(exchange: Exchange) -> tuple[Response | None, Failure | None, str]:
+    if not exchange.stamps:
+        return None, _BEFORE_AN_ANSWER[exchange.end], exchange.detail
+    try:
+        response = decode(exchange.parts, exchange.stamps)
+    except MalformedResponse as error:
+        cut = exchange.end in (End.CANCELLED, End.UNFINISHED, End.TIMEOUT)
+        return None, _MID_STREAM[exchange.end] if cut else Failure.GARBAGE, str(error)
+    status = response.head.status
+    if status != 200:
+        return response, _STATUS.get(status, Failure.HTTP_ERROR), f"HTTP {status}: {_message(response.body)}"
+    kind = response.head.headers.get("content-type", "")
+    if response.complete and "text/event-stream" not in kind:
+        body = _json(response.body)
+        if isinstance(body, dict) and "error" in body:
+            return response, Failure.IN_BAND_ERROR, _message(response.body)
+        return response, Failure.GARBAGE, f"expected an event stream, got {kind or 'no content type'}"
+    return response, None, ""
+
+
+def _judge(exchange: Exchange, planned: PlannedRequest, stream: _Stream) -> tuple[Failure | None, str]:
+    """Success needs a finish reason, no error in the stream, and with ignore_eos the right token count."""
+    if stream.failure is not None:
+        return stream.failure, stream.detail
+    ended = exchange.end in (End.COMPLETE, End.CLOSED, End.RESET)
+    if stream.finish_reason is None or not ended:
+        return _MID_STREAM[exchange.end], exchange.detail
+    completion = _integer(stream.usage.get("completion_tokens"))
+    if not stream.chunks or completion == 0:
+        return Failure.NO_TOKENS, f"finish reason {stream.finish_reason!r} without a token"
+    if planned.ignore_eos and completion is not None and completion != planned.max_tokens:
+        return Failure.TOKEN_COUNT, f"asked for {planned.max_tokens} tokens, got {completion}"
+    return None, ""
+
+
+def read_stream(response: Response) -> _Stream:
+    """Walk the events. Events that arrived in the same read are one chunk: they came together."""
+    stream = _Stream()
+    counted = 0
+    for event in events(response.pieces):
+        if event.data == b"[DONE]":
+            break
+        body = _json(event.data)
+        if not isinstance(body, dict):
+            if not response.complete:  # the connection ended inside this event
+                break
+            stream.failure, stream.detail = Failure.GARBAGE, f"not a JSON object: {event.data[:80]!r}"
+            break
+        if body.get("error") is not None:
+            stream.failure, stream.detail = Failure.IN_BAND_ERROR, _message(event.data)
+            break
+        counted = _take_event(stream, body, event.at_ns, counted)
+    return stream
+
+
+def _take_event(stream: _Stream, body: dict[str, Any], at_ns: int, counted: int) -> int:
+    """Add one event; returns the tokens that running usage has counted so far."""
+    usage = body.get("usage")
+    if isinstance(usage, dict):
+        stream.usage = usage
+    choices = body.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        return counted
+    if not stream.chunks or stream.chunks[-1].at_ns != at_ns:
+        stream.chunks.append(_Chunk(at_ns))
+    chunk = stream.chunks[-1]
+    choice = choices[0]
+    text = _text(choice)
+    chunk.chars += len(text)
+    if choice.get("finish_reason") is not None:
+        stream.finish_reason = str(choice["finish_reason"])
+        chunk.finished = True
+    tokens, counted = _exact_tokens(choice, usage, counted)
+    if tokens is not None:
+        chunk.tokens = (chunk.tokens or 0) + tokens
+    if text or tokens or not _role_only(choice):
+        chunk.choices += 1
+    return counted
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """Generated text of any kind: completion text, chat content, reasoning, tool arguments."""
+    if isinstance(choice.get("text"), str):
+        return str(choice["text"])
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        return ""
+    parts = [delta.get(name) for name in ("content", "reasoning_content", "reasoning")]
+    text = "".join(part for part in parts if isinstance(part, str))
+    return text if not delta.get("tool_calls") else text + json.dumps(delta["tool_calls"])
+
+
+def _role_only(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta")
+    return isinstance(delta, dict) and "role" in delta
+
+
+def _exact_tokens(choice: dict[str, Any], usage: object, counted: int) -> tuple[int | None, int]:
+    """How many tokens this event carries, where the server says so (token ids, or running usage)."""
+    ids = choice.get("token_ids")
+    if isinstance(ids, list):
+        return len(ids), counted + len(ids)
+    if isinstance(usage, dict):
+        total = _integer(usage.get("completion_tokens"))
+        if total is not None:
+            return total - counted, total
+    return None, counted
+
+
+def allot_tokens(chunks: Sequence[_Chunk], total: int | None) -> tuple[list[int], list[float]]:
+    """Stamps of the chunks that carry tokens, and how many each carries.
+
+    The first chunk with text is the first token; empty ones before it carry none, and what they may
+    have carried counts towards it. Later empty ones can carry a token whose text is held back (half a
+    character): they count only if that makes the number of chunks equal to ``total``. Where chunks
+    carry several tokens, the surplus goes to those with the most text a token.
+    """
+    if total is not None and all(chunk.tokens is not None for chunk in chunks) and chunks:
+        exact = [chunk for chunk in chunks if chunk.tokens]
+        if sum(chunk.tokens or 0 for chunk in exact) == total:
+            return _from_first_text(exact, [float(chunk.tokens or 0) for chunk in exact])
+    texts = [chunk for chunk in chunks if chunk.chars]
+    if not texts:  # only special tokens, whose text is skipped: usage alone proves that they were there
+        texts = [chunk for chunk in chunks if chunk.choices] if total else []
+    if not texts:
+        return [], []
+    if total is None or total == len(texts):
+        return [chunk.at_ns for chunk in texts], [1.0] * len(texts)
+    carriers = _carriers(chunks, total)
+    if carriers is not None:
+        return _from_first_text(carriers, [1.0] * len(carriers))
+    if total < len(texts):
+        return [chunk.at_ns for chunk in texts], [total / len(texts)] * len(texts)
+    return [chunk.at_ns for chunk in texts], _spread(texts, total)
+
+
+def _carriers(chunks: Sequence[_Chunk], total: int) -> list[_Chunk] | None:
+    """The chunks, empty ones included, if there are exactly ``total`` (a bare finish may be left out)."""
+    with_choice = [chunk for chunk in chunks if chunk.choices]
+    if len(with_choice) == total:
+        return with_choice
+    without_finish = [chunk for chunk in with_choice if chunk.chars or not chunk.finished]
+    return without_finish if len(without_finish) == total else None
+
+
+def _from_first_text(chunks: Sequence[_Chunk], tokens: Sequence[float]) -> tuple[list[int], list[float]]:
+    first = next((i for i, chunk in enumerate(chunks) if chunk.chars), 0)
+    return [c.at_ns for c in chunks[first:]], [sum(tokens[: first + 1]), *tokens[first + 1 :]]
+
+
+def _spread(chunks: Sequence[_Chunk], total: int) -> list[float]:
+    """One token each, the rest by the highest average (D'Hondt) of text length."""
+    counts = [1] * len(chunks)
+    extra = total - len(chunks)
+    chars = sum(chunk.chars for chunk in chunks) or 1
+    for i, chunk in enumerate(chunks):  # whole shares at once; the remainder one by one
+        share = min(extra, max(0, int(total * chunk.chars / chars) - 1))
+        counts[i] += share
+        extra -= share
+    order = sorted(range(len(chunks)), key=lambda i: (-chunks[i].chars / counts[i], i))
+    for k in range(extra):
+        counts[order[k % len(order)]] += 1
+    return [float(count) for count in counts]
+
+
+def _json(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except ValueError:
+        return None
+
+
+def _message(body: bytes) -> str:
+    """The server's own words, cut to a line."""
+    parsed = _json(body)
+    error = parsed.get("error", parsed) if isinstance(parsed, dict) else None
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail")
+    text = str(error) if error else body.decode("utf-8", "replace")
+    return " ".join(text.split())[:300]
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _cached_tokens(usage: dict[str, Any]) -> int | None:
+    details = usage.get("prompt_tokens_details")
+    return _integer(details.get("cached_tokens")) if isinstance(details, dict) else None
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds, from either form of the header."""
+    if value is None:
+        return None
+    if value.isascii() and value.isdigit():
+        return float(value)
+    try:
+        when = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    return max(0.0, (when - datetime.now(UTC)).total_seconds()) if when.tzinfo else None
+
+
+def parse_all(
+    exchanges: Iterable[Exchange], planned: dict[int, PlannedRequest], start_ns: int
+) -> tuple[RequestRecord, ...]:
+    """Records in order of their intended time."""
+    records = (parse_exchange(exchange, planned[exchange.index], start_ns) for exchange in exchanges)
+    return tuple(sorted(records, key=lambda record: (record.intended, record.index)))

@@ -1,0 +1,157 @@
+"""Whether a run can be believed: the judgement every run passes on itself."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from loadgen.record import Failure, Records
+from loadgen.stats import Summary, min_samples
+from loadgen.window import in_flight
+
+MAX_LAG = 0.002
+"""Seconds by which the heartbeat (p99) or a send (p99) may be late …"""
+LAG_SHARE = 0.05
+"""… or this share of the median gap between chunks, if that is more: on a server that streams a token
+every 100 ms, 5 ms cannot move a figure by more than that."""
+MAX_STALL = 0.1
+"""Seconds for which the client may have stood still, once."""
+MAX_CPU = 0.8
+"""Share of a core for one client process; above it, arrivals queue in the client."""
+_BINS = 120
+
+
+def judge(records: Records) -> tuple[str, tuple[str, ...]]:
+    """(verdict, reasons). The worst applies: client_limited, server_saturated, unsteady, too_few_samples."""
+    summary = Summary(records)
+    findings = {
+        "client_limited": _client_limits(records, summary),
+        "server_saturated": _saturation(records, summary),
+        "unsteady": _drift(records, summary),
+        "too_few_samples": _shortage(summary),
+    }
+    reasons = tuple(reason for found in findings.values() for reason in found)
+    verdict = next((name for name, found in findings.items() if found), "ok")
+    return verdict, reasons + _notes(records, summary)
+
+
+def _client_limits(records: Records, summary: Summary) -> list[str]:
+    client, found = records.client, []
+    allowed = max(MAX_LAG, LAG_SHARE * _finite(summary.distribution("inter_chunk").rank(0.5)))
+    if client.lag_p99 > allowed:
+        found.append(f"the client's loop was late by {client.lag_p99 * 1e3:.1f} ms at p99")
+    late = _finite(summary.distribution("lateness").rank(0.99))
+    if records.mode == "open" and late > allowed:
+        found.append(f"requests were sent {late * 1e3:.1f} ms late at p99")
+    found += [
+        f"the client stood still for {length * 1e3:.0f} ms at {at:.2f} s"
+        for at, length in client.stalls
+        if length >= MAX_STALL and records.window[0] - length <= at <= records.window[1]
+    ]
+    if client.wall > 0 and client.cpu / client.wall / client.workers > MAX_CPU:
+        found.append(f"a client process used {client.cpu / client.wall / client.workers:.0%} of a core")
+    return found
+
+
+def _saturation(records: Records, summary: Summary) -> list[str]:
+    found = []
+    grown = backlog(records)
+    if grown > 0:
+        found.append(
+            f"{grown:.0f} requests piled up: {summary.value('offered_rate'):.3g} req/s were offered, "
+            f"{summary.value('request_rate'):.3g} served"
+        )
+    left = sum(r.failure is Failure.UNFINISHED for r in records.requests)
+    if left:
+        found.append(f"{left} requests were unfinished when the time for the drain was over")
+    return found
+
+
+def backlog(records: Records, cls: str | None = None) -> float:
+    """Requests by which the number in flight grew over the window, 0 where it is no trend. Open loop only.
+
+    A trend: the last third of the window holds on average half as many again as the first, and the
+    growth from the window's start to its end exceeds both 5 requests and a tenth of all arrivals. (At an
+    offered load r times the capacity, 1 - 1/r of the arrivals pile up.)
+    """
+    if records.mode == "closed" or not records.steady:
+        return 0.0
+    low, high = records.window
+    requests = [r for r in records.requests if cls is None or r.cls == cls]
+    arrivals = sum(low <= r.intended / 1e9 <= high for r in requests)
+    if not arrivals:
+        return 0.0
+    level = in_flight(requests, np.linspace(low, high, _BINS))
+    third = _BINS // 3
+    first, last = float(level[:third].mean()), float(level[-third:].mean())
+    growth = float(level[-1] - level[0])
+    return growth if last > 1.5 * first and growth > max(5.0, 0.1 * arrivals) else 0.0
+
+
+def _drift(records: Records, summary: Summary) -> list[str]:
+    if not records.steady:
+        return ["the schedule is shorter than two requests take: there is no steady part, all of it counts"]
+    found = []
+    low, high = records.window
+    level = in_flight(records.requests, np.linspace(low, high, _BINS))
+    halves = float(level[: _BINS // 2].mean()), float(level[_BINS // 2 :].mean())
+    if _differ(*halves) and abs(halves[0] - halves[1]) > 2 * float(np.sqrt(np.mean(level))) + 1:
+        found.append(
+            f"requests in flight drifted: {halves[0]:.1f} in the first half, {halves[1]:.1f} in the second"
+        )
+    drift = _ttft_drift(records)
+    if drift:
+        found.append(drift)
+    return found
+
+
+def _ttft_drift(records: Records) -> str:
+    """Medians of the two halves differ by half, and a rank test says that this is no chance (p < 0.001)."""
+    from scipy.stats import mannwhitneyu
+
+    middle = sum(records.window) / 2
+    halves: tuple[list[float], list[float]] = ([], [])
+    for r in records.in_window():
+        if r.ok:
+            halves[r.intended / 1e9 > middle].append((r.chunk_at[0] - r.intended) / 1e9)
+    if min(map(len, halves)) < 10:
+        return ""
+    first, second = (float(np.median(half)) for half in halves)
+    if not _differ(first, second) or mannwhitneyu(*halves).pvalue >= 0.001:
+        return ""
+    return f"TTFT drifted: median {first:.3g} s in the first half, {second:.3g} s in the second"
+
+
+def _differ(a: float, b: float) -> bool:
+    return max(a, b) > 1.5 * min(a, b)
+
+
+def _shortage(summary: Summary) -> list[str]:
+    measured = int(summary.value("measured"))
+    needed = min_samples(0.9)
+    if measured >= needed:
+        return []
+    return [f"{measured} requests were measured; even a p90 needs {needed}"]
+
+
+def _notes(records: Records, summary: Summary) -> tuple[str, ...]:
+    """What a reader should know and what is no verdict."""
+    notes = []
+    failed: dict[str, int] = {}
+    for r in records.in_window():
+        if r.failure is not None:
+            failed[r.failure] = failed.get(r.failure, 0) + 1
+    if failed:
+        notes.append("failed: " + ", ".join(f"{count} {kind}" for kind, count in failed.items()))
+    if any(r.ok and r.completion_tokens is None for r in records.requests):
+        notes.append("the server sent no usage: a chunk is taken for a token")
+    if records.warmup_failures:
+        notes.append(f"{len(records.warmup_failures)} warm-up requests failed: {records.warmup_failures[0]}")
+    if records.partial:
+        notes.append("the run was interrupted: figures are of what had been measured by then")
+    return tuple(notes)
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else 0.0
