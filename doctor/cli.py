@@ -2,8 +2,247 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
 import typer
+
+if TYPE_CHECKING:
+    from doctor.diagnose import Diagnosis
+    from doctor.sources import Source
+
+doctor_app = typer.Typer(invoke_without_command=True, no_args_is_help=True, rich_markup_mode="rich")
+playbook_app = typer.Typer(no_args_is_help=True, help="The symptoms that the doctor knows, and their cures.")
+
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
+
+
+class Format(StrEnum):
+    text = "text"
+    json = "json"
+
+
+class Threshold(StrEnum):
+    info = "info"
+    warning = "warning"
+    critical = "critical"
 
 
 def mount(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
+    app.add_typer(doctor_app, name="doctor")
+    app.add_typer(playbook_app, name="playbook")
+
+
+@doctor_app.callback()
+def doctor(
+    context: typer.Context,
+    metrics: Annotated[
+        str | None, typer.Option(help="A server's /metrics page, watched over the window (default 15 s).")
+    ] = None,
+    prometheus: Annotated[
+        str | None, typer.Option(help="A Prometheus that scrapes the server(s); window 5 min by default.")
+    ] = None,
+    series: Annotated[
+        Path | None,
+        typer.Option(help="Recorded scrapes (.prom, .prom.gz), each after a '# scrape_unix_ms N' line."),
+    ] = None,
+    log: Annotated[
+        Path | None,
+        typer.Option(help="The server's log: its flags; alone, also the source of what it reports on load."),
+    ] = None,
+    flags: Annotated[
+        str | None,
+        typer.Option(help="The command the server was started with: 'vllm serve M --max-num-seqs 64'."),
+    ] = None,
+    selector: Annotated[
+        str, typer.Option(help='Which series of the Prometheus: \'job="vllm",namespace="prod"\'.')
+    ] = "",
+    window: Annotated[
+        str | None, typer.Option(help="How far back to look: 90s, 5m, 1h. A series: all of it by default.")
+    ] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="Your objectives: itl_p99<50ms,ttft_p95<300ms. Defaults are printed.")
+    ] = None,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(help="What metrics cannot show: shared-prefix=1000 (tokens that your prompts share)."),
+    ] = None,
+    format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
+    fail_on: Annotated[
+        Threshold | None, typer.Option(help="Exit with 1 when a finding has this severity or a higher one.")
+    ] = None,
+    queries: Annotated[bool, typer.Option(help="Print the PromQL behind every figure.")] = True,
+) -> None:
+    """Say what is wrong with an LLM server, how that is known, and which flags to change.
+
+    Every finding comes with its figures and their queries. What cannot be judged is named, with the reason.
+
+    [bold]Examples[/bold]
+
+    vtune doctor --metrics http://127.0.0.1:8000 --flags "vllm serve my-model --max-num-seqs 64"
+
+    vtune doctor --prometheus http://prometheus:9090 --selector 'job="vllm"' --window 10m --slo "itl_p99<50ms"
+
+    vtune doctor --series incident.prom.gz --log server.log --format json --fail-on warning
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from doctor.diagnose import diagnose
+    from doctor.logfile import read_log
+    from doctor.playbook import PlaybookError
+    from doctor.slo import SloError
+    from doctor.sources import SourceError
+    from loadgen.flags import FlagError, parse_command
+
+    try:
+        source = _source(metrics, prometheus, series, log, selector)
+        command = parse_command(flags) if flags is not None else None
+        diagnosis = diagnose(
+            source,
+            None if command is None else command.flags,
+            slo,
+            log=read_log(log) if log is not None else None,
+            assume=_assumptions(assume or []),
+            window=_seconds(window),
+            engine="vtune" if command is not None and command.engine == "vtune" else None,
+        )
+    except FlagError as error:
+        _stop(f"--flags: {error}")
+    except (SourceError, SloError, PlaybookError, ValueError) as error:
+        _stop(str(error))
+    except KeyboardInterrupt:
+        _stop("interrupted before two scrapes were taken", code=130)
+    _print(diagnosis, format, queries)
+    raise typer.Exit(_exit_code(diagnosis, fail_on))
+
+
+@playbook_app.command("list")
+def list_playbooks() -> None:
+    """List every symptom: id, severity, title.
+
+    Example: vtune playbook list
+    """
+    for book in _playbooks():
+        typer.echo(f"{book.id:26} {book.severity:9} {book.title}")
+
+
+@playbook_app.command("show")
+def show_playbook(
+    identity: Annotated[str, typer.Argument(metavar="ID", help="A symptom's id, such as seq-cap.")],
+) -> None:
+    """Print one playbook: its rule, its cures, what goes on, when the cure does not help.
+
+    Example: vtune playbook show seq-cap
+    """
+    import difflib
+    from importlib import resources
+
+    known = [book.id for book in _playbooks()]
+    if identity not in known:
+        near = difflib.get_close_matches(identity, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "see vtune playbook list"
+        _stop(f"no playbook {identity!r}; {hint}")
+    typer.echo(resources.files("playbooks").joinpath(f"{identity}.md").read_text(encoding="utf-8"), nl=False)
+
+
+def _playbooks() -> Any:
+    from doctor.playbook import PlaybookError, load_all
+
+    try:
+        return load_all()
+    except PlaybookError as error:
+        _stop(str(error))
+
+
+def _source(
+    metrics: str | None, prometheus: str | None, series: Path | None, log: Path | None, selector: str
+) -> Source:
+    from doctor.logfile import LogSource
+    from doctor.sources import MetricsUrl, PrometheusSource, SeriesFile, SourceError
+
+    given = [
+        name
+        for name, value in (("--metrics", metrics), ("--prometheus", prometheus), ("--series", series))
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise SourceError(f"{' and '.join(given)} are different sources; give one")
+    if selector and prometheus is None:
+        raise SourceError("--selector chooses series of a Prometheus; it needs --prometheus URL")
+    if metrics is not None:
+        return MetricsUrl(metrics, progress=_progress())
+    if prometheus is not None:
+        return PrometheusSource(prometheus, selector)
+    if series is not None:
+        return SeriesFile(series)
+    if log is not None:
+        return LogSource(log)
+    raise SourceError("nothing to look at: give --metrics URL, --prometheus URL, --series FILE or --log FILE")
+
+
+def _progress() -> Callable[[float], None] | None:
+    """Seconds watched so far, on a terminal only."""
+    if not sys.stderr.isatty():
+        return None
+    return lambda elapsed: typer.echo(f"\rwatching … {elapsed:3.0f} s", nl=False, err=True)
+
+
+def _assumptions(texts: list[str]) -> dict[str, float]:
+    from doctor.playbook import ASSUMPTIONS
+
+    assumed = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        key = name.strip().replace("-", "_")
+        if key not in ASSUMPTIONS:
+            known = ", ".join(known.replace("_", "-") for known in ASSUMPTIONS)
+            raise ValueError(f"--assume {text}: unknown; known: {known}")
+        try:
+            assumed[key] = float(value)
+        except ValueError:
+            raise ValueError(f"--assume {text}: write {name}=NUMBER") from None
+        if not 0 <= assumed[key] < float("inf"):
+            raise ValueError(f"--assume {text}: must be a number of tokens, 0 or more")
+    return assumed
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text.strip())
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if not 0 < seconds <= 30 * 86400:
+        raise ValueError(f"--window {text}: write a duration such as 90s, 5m or 1h (30 days at most)")
+    return seconds
+
+
+def _print(diagnosis: Diagnosis, format: Format, queries: bool) -> None:
+    import json
+
+    from doctor.report import as_text
+
+    if sys.stderr.isatty():
+        typer.echo("\r", nl=False, err=True)
+    if format is Format.json:
+        typer.echo(json.dumps(diagnosis.to_json(), indent=2, allow_nan=False))
+    else:
+        typer.echo(as_text(diagnosis, queries=queries), nl=False)
+
+
+def _exit_code(diagnosis: Diagnosis, fail_on: Threshold | None) -> int:
+    from doctor.playbook import SEVERITIES
+
+    worst = diagnosis.worst()
+    if fail_on is None or worst is None:
+        return 0
+    return int(SEVERITIES.index(worst) >= SEVERITIES.index(fail_on.value))
+
+
+def _stop(message: str, code: int = 2) -> NoReturn:
+    typer.echo(f"vtune doctor: {message}", err=True)
+    raise typer.Exit(code)

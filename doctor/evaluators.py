@@ -1,0 +1,334 @@
+"""Two ways to the same figures: computed from recorded scrapes, or asked of a Prometheus."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from doctor import catalog, rangefuncs
+from doctor.catalog import METRICS
+from doctor.exposition import Recording, Series
+from doctor.promql import GROUP_LABELS, PromQL, bucket_bound
+from doctor.rangefuncs import Times, Values
+from doctor.reading import Missing, Number, Reading
+from doctor.signals import (
+    Above,
+    AgainstPeers,
+    Condition,
+    Count,
+    HistogramSum,
+    Mean,
+    MeanWhile,
+    Node,
+    OverTime,
+    Quantile,
+    Ratio,
+    Share,
+    Signal,
+    Sum,
+    metrics_of,
+)
+
+
+class Group(NamedTuple):
+    """One engine: the labels that tell it from others; "" where a label is absent."""
+
+    instance: str
+    model_name: str
+    engine: str
+
+
+Numbers = dict[Group, Number]
+
+
+def group_of(labels: Mapping[str, str]) -> Group:
+    return Group(*(labels.get(name, "") for name in GROUP_LABELS))
+
+
+class Evaluator(ABC):
+    """Gives every signal's value for every engine of one window."""
+
+    def __init__(self, promql: PromQL) -> None:
+        self.promql = promql
+
+    @property
+    @abstractmethod
+    def available(self) -> frozenset[str]:
+        """Sample names with data in the window."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> Sequence[Group]:
+        """The engines seen in the window, sorted."""
+
+    @abstractmethod
+    def cache_config(self) -> list[Mapping[str, str]]:
+        """Labels of every ``cache_config_info`` series."""
+
+    @abstractmethod
+    def numbers(self, node: Node) -> Numbers:
+        """``node`` for the engines that have it. Engines without observations are absent."""
+
+    def query(self, signal: Signal) -> str:
+        """The PromQL behind a signal's value."""
+        return self.promql.text(self._source(signal))
+
+    def read(self, signal: Signal) -> dict[Group, Reading]:
+        """A signal's value for every engine, or why there is none."""
+        node = self._source(signal)
+        absent = [key for key in sorted(metrics_of(node)) if not self._has(key)]
+        if absent:
+            names = ", ".join(METRICS[key].names[0] for key in absent)
+            return {g: Missing(signal.name, "metric", f"{names} is missing") for g in self.groups}
+        numbers = self.numbers(node)
+        readings: dict[Group, Reading] = {}
+        for group in self.groups:
+            if isinstance(node, AgainstPeers) and not self._has_peers(group):
+                readings[group] = Missing(signal.name, "peers", "no second instance of this model")
+            else:
+                readings[group] = numbers.get(group) or self._unobserved(signal.name, node, group)
+        return readings
+
+    def _source(self, signal: Signal) -> Node:
+        """The first source whose metrics are exposed, or the first."""
+        usable = (source for source in signal.sources if all(map(self._has, metrics_of(source))))
+        return next(usable, signal.sources[0])
+
+    def _has(self, key: str) -> bool:
+        metric = METRICS[key]
+        suffix = "_count" if metric.kind == "histogram" else ""
+        return any(name + suffix in self.available for name in metric.names)
+
+    def _has_peers(self, group: Group) -> bool:
+        return any(other.model_name == group.model_name and other != group for other in self.groups)
+
+    def _unobserved(self, name: str, node: Node, group: Group) -> Missing:
+        for key in sorted(metrics_of(node)):
+            if group not in self._owners(key):
+                return Missing(name, "metric", f"{METRICS[key].names[0]} is missing on {group.instance}")
+        return Missing(name, "empty", "nothing was observed in the window")
+
+    @abstractmethod
+    def _owners(self, key: str) -> frozenset[Group]:
+        """The engines that expose a metric."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The window [start, end] in unix ms, and the step of its subqueries."""
+
+    start: int
+    end: int
+    step: int
+
+
+class ScrapeEvaluator(Evaluator):
+    """Computes signals from recorded scrapes, with Prometheus's semantics."""
+
+    def __init__(self, recording: Recording, span: Span, promql: PromQL) -> None:
+        series = {name: _cut(columns, span) for name, columns in recording.series.items()}
+        self._series = {name: columns for name, columns in series.items() if columns}
+        self._span = span
+        self._instants: dict[str, dict[Group, Values]] = {}
+        super().__init__(replace(promql, available=self.available))
+
+    @cached_property
+    def available(self) -> frozenset[str]:
+        return frozenset(self._series)
+
+    @cached_property
+    def groups(self) -> Sequence[Group]:
+        return sorted(set().union(*(self._owners(key) for key in catalog.ANCHORS)))
+
+    def cache_config(self) -> list[Mapping[str, str]]:
+        return [series.labels for series in self._columns("cache_config", "")]
+
+    def numbers(self, node: Node) -> Numbers:
+        match node:
+            case OverTime(key, how):
+                combine = "max" if how == "resets" else METRICS[key].combine
+                return _numbers(self._reduced(key, "", how, combine))
+            case HistogramSum(key, how):
+                return _numbers(self._reduced(key, "_sum", how))
+            case Count(key):
+                return _numbers(self._reduced(key, "_count", "increase"))
+            case Mean(key):
+                return self.numbers(Ratio(HistogramSum(key), Count(key)))
+            case Ratio(top, bottom):
+                return _divide(self.numbers(top), self.numbers(bottom))
+            case Sum(terms):
+                return _add([self.numbers(term) for term in terms])
+            case AgainstPeers(of):
+                return _against_peers(self.numbers(of))
+            case Quantile(q, key):
+                found = {g: rangefuncs.quantile(q, b) for g, b in self._buckets(key).items()}
+                return {group: Number(*value) for group, value in found.items() if value is not None}
+            case Above():
+                return self._above(node)
+            case Share(conditions):
+                return _mean_over_time(self._hold_all(conditions))
+            case MeanWhile(key, condition):
+                return self._mean_while(key, condition)
+
+    def _owners(self, key: str) -> frozenset[Group]:
+        suffix = "_count" if METRICS[key].kind == "histogram" else ""
+        return frozenset(group_of(series.labels) for series in self._columns(key, suffix))
+
+    def _columns(self, key: str, suffix: str) -> list[Series]:
+        """A metric's series; of two names for one series, the newer (PromQL's ``or``)."""
+        found: dict[tuple[tuple[str, str], ...], Series] = {}
+        for name in METRICS[key].names:
+            for series in self._series.get(name + suffix, ()):
+                found.setdefault(tuple(sorted(series.labels.items())), series)
+        return list(found.values())
+
+    def _reduced(self, key: str, suffix: str, how: str, combine: str = "sum") -> dict[Group, float]:
+        reduced: dict[Group, float] = {}
+        for series in self._columns(key, suffix):
+            value = self._over_time(series, how)
+            if value is None:
+                continue
+            group = group_of(series.labels)
+            if group not in reduced:
+                reduced[group] = value
+            else:
+                reduced[group] = max(reduced[group], value) if combine == "max" else reduced[group] + value
+        return reduced
+
+    def _over_time(self, series: Series, how: str) -> float | None:
+        times, values, span = series.times, series.values, self._span
+        match how:
+            case "increase":
+                return rangefuncs.increase(times, values, span.start, span.end)
+            case "rate":
+                grown = rangefuncs.increase(times, values, span.start, span.end)
+                return None if grown is None else grown / (span.end - span.start) * 1000
+            case "delta":
+                return rangefuncs.delta(times, values, span.start, span.end)
+            case "deriv":
+                return rangefuncs.deriv(times, values)
+            case "resets":
+                return rangefuncs.resets(values)
+            case "last":
+                return float(values[-1])
+            case "min":
+                return float(values.min())
+            case "max":
+                return float(values.max())
+        return float(values.mean())
+
+    def _buckets(self, key: str) -> dict[Group, dict[float, float]]:
+        buckets: dict[Group, dict[float, float]] = {}
+        for series in self._columns(key, "_bucket"):
+            bound = _bound(series.labels.get("le", ""))
+            grown = self._over_time(series, "increase")
+            if bound is not None and grown is not None:
+                own = buckets.setdefault(group_of(series.labels), {})
+                own[bound] = own.get(bound, 0.0) + grown
+        return buckets
+
+    def _above(self, node: Above) -> Numbers:
+        bound = bucket_bound(node, self.promql.slo)
+        counts = self._reduced(node.metric, "_count", "increase")
+        below = {group: own.get(bound) for group, own in self._buckets(node.metric).items()}
+        return {
+            group: Number.exactly(1 - inside / counts[group])
+            for group, inside in below.items()
+            if inside is not None and counts.get(group, 0) > 0
+        }
+
+    def _grid(self) -> Times:
+        return rangefuncs.grid(self._span.start, self._span.end, self._span.step)
+
+    def _instant(self, key: str) -> dict[Group, Values]:
+        """A gauge at every instant of the grid, NaN where it has no sample."""
+        if key not in self._instants:
+            at, combine = self._grid(), METRICS[key].combine
+            seen: dict[Group, Values] = {}
+            for series in self._columns(key, ""):
+                values = rangefuncs.instant(series.times, series.values, at)
+                group = group_of(series.labels)
+                if group not in seen:
+                    seen[group] = values
+                elif combine == "max":
+                    seen[group] = np.fmax(seen[group], values)
+                else:
+                    both = np.nan_to_num(seen[group]) + np.nan_to_num(values)
+                    seen[group] = np.where(np.isnan(seen[group]) & np.isnan(values), math.nan, both)
+            self._instants[key] = seen
+        return self._instants[key]
+
+    def _added(self, gauges: Sequence[str]) -> dict[Group, Values]:
+        parts = [self._instant(gauge) for gauge in gauges]
+        common = set(parts[0]).intersection(*parts[1:])
+        return {group: sum((part[group] for part in parts), np.zeros(1)) for group in common}
+
+    def _hold_all(self, conditions: Sequence[Condition]) -> dict[Group, Values]:
+        """1 where all conditions hold, 0 where one does not, NaN where a gauge has no sample."""
+        held: dict[Group, Values] = {}
+        for number, condition in enumerate(conditions):
+            added = self._added(condition.gauges)
+            own = {
+                g: np.where(np.isnan(v), math.nan, (v > condition.above).astype(float))
+                for g, v in added.items()
+            }
+            held = own if number == 0 else {g: held[g] * own[g] for g in held.keys() & own.keys()}
+        return held
+
+    def _mean_while(self, key: str, condition: Condition) -> Numbers:
+        values, level = self._instant(key), self._added(condition.gauges)
+        kept = {g: values[g][level[g] > condition.above] for g in values.keys() & level.keys()}
+        return _mean_over_time(kept)
+
+
+def _cut(columns: Sequence[Series], span: Span) -> list[Series]:
+    """The samples inside the window, as a range selector picks them."""
+    cut = []
+    for series in columns:
+        inside = (series.times >= span.start) & (series.times <= span.end)
+        if inside.any():
+            cut.append(Series(series.labels, series.times[inside], series.values[inside]))
+    return cut
+
+
+def _bound(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _numbers(values: Mapping[Group, float]) -> Numbers:
+    return {group: Number.exactly(value) for group, value in values.items()}
+
+
+def _mean_over_time(values: Mapping[Group, Values]) -> Numbers:
+    kept = {group: own[~np.isnan(own)] for group, own in values.items()}
+    return {group: Number.exactly(float(own.mean())) for group, own in kept.items() if len(own)}
+
+
+def _divide(top: Numbers, bottom: Numbers) -> Numbers:
+    return {
+        group: Number.exactly(top[group].point / bottom[group].point)
+        for group in top.keys() & bottom.keys()
+        if bottom[group].point
+    }
+
+
+def _add(parts: Sequence[Numbers]) -> Numbers:
+    common = set(parts[0]).intersection(*parts[1:])
+    return {group: Number.exactly(sum(part[group].point for part in parts)) for group in common}
+
+
+def _against_peers(own: Numbers) -> Numbers:
+    by_model: dict[str, list[float]] = {}
+    for group, number in own.items():
+        by_model.setdefault(group.model_name, []).append(number.point)
+    means = {model: sum(values) / len(values) for model, values in by_model.items()}
+    return {g: Number.exactly(n.point / means[g.model_name]) for g, n in own.items() if means[g.model_name]}

@@ -1,0 +1,199 @@
+"""Scrapes as text, turned into series: what a /metrics page said, and when.
+
+A recorded series is plain exposition text, each scrape preceded by ``# scrape_unix_ms N``. Damaged input is
+the normal case (a file cut off mid-line, a scrape that failed): what can be read is read, what cannot is
+named in ``notes``, and a half scrape is dropped whole, since counters that stop at different times would
+look like requests that vanished.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from doctor import catalog
+from doctor.rangefuncs import Times, Values
+
+SEPARATOR = re.compile(r"^# scrape_unix_ms[ \t]+(\S*)[ \t\r]*$", re.MULTILINE)
+_LINE_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+
+SeriesKey = tuple[str, tuple[tuple[str, str], ...]]
+"""Sample name and its labels, sorted."""
+
+
+class ExpositionError(ValueError):
+    """Input that holds nothing to diagnose. The message says what was wrong and what to do."""
+
+
+@dataclass(frozen=True)
+class Series:
+    """One time series: its labels, and its samples in order of time."""
+
+    labels: Mapping[str, str]
+    times: Times
+    values: Values
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The series of several scrapes, by sample name; ``times`` are the scrapes' instants (unix ms)."""
+
+    series: Mapping[str, Sequence[Series]]
+    times: Times
+    notes: tuple[str, ...]
+
+
+def read_series_text(path: Path) -> tuple[str, list[str]]:
+    """The text of a ``.prom`` or ``.prom.gz`` file (told by its first bytes). Raises ExpositionError."""
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ExpositionError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if not raw.strip():
+        raise ExpositionError(f"{path}: the file is empty")
+    notes: list[str] = []
+    if raw[:2] == b"\x1f\x8b":
+        raw, complaint = _gunzip(raw)
+        if complaint:
+            if not raw:
+                raise ExpositionError(f"{path}: damaged gzip data ({complaint}); nothing could be read")
+            notes.append(f"{path.name}: damaged gzip data ({complaint}); read up to there")
+    elif b"\x00" in raw[:4096]:
+        raise ExpositionError(f"{path}: binary data, neither exposition text nor gzip")
+    return raw.decode("utf-8", errors="replace"), notes
+
+
+def _gunzip(raw: bytes) -> tuple[bytes, str]:
+    """As much as decompresses, and what went wrong after it."""
+    try:
+        return gzip.decompress(raw), ""
+    except (OSError, EOFError, zlib.error) as error:
+        complaint = str(error)
+    out, rest = bytearray(), raw
+    try:
+        while rest[:2] == b"\x1f\x8b":
+            stream = zlib.decompressobj(wbits=31)
+            for at in range(0, len(rest), 4096):
+                out += stream.decompress(rest[at : at + 4096])
+            rest = stream.unused_data
+    except zlib.error:
+        pass
+    return bytes(out), complaint
+
+
+def split_scrapes(text: str) -> list[tuple[int, str]]:
+    """(unix ms, exposition text) of every scrape in a recorded series. Raises ExpositionError."""
+    marks = list(SEPARATOR.finditer(text))
+    if not marks:
+        raise ExpositionError(
+            "no '# scrape_unix_ms N' line: this is at most one scrape, and rates need two. "
+            "Record several, each preceded by such a line, or use --metrics URL"
+        )
+    scrapes = []
+    for mark, following in zip(marks, [*marks[1:], None], strict=True):
+        if mark[1].isdecimal() and len(mark[1]) < 18:
+            scrapes.append((int(mark[1]), text[mark.end() : following.start() if following else None]))
+    if not scrapes:
+        raise ExpositionError(f"'# scrape_unix_ms {marks[0][1]}' is not a time in milliseconds")
+    return scrapes
+
+
+def parse_scrape(text: str) -> tuple[dict[SeriesKey, float], int]:
+    """The samples that the catalog knows, and how many lines could not be read.
+
+    A last line without its line feed is left out: "12" may be the start of "123.0". NaN and infinite
+    values count as absent. Of a duplicated series the last sample counts.
+    """
+    lines = [line for line in text.replace("\r\n", "\n").split("\n")[:-1] if _wanted(line)]
+    samples: dict[SeriesKey, float] = {}
+    bad = 0
+    try:
+        samples.update(_samples("\n".join(lines) + "\n"))
+    except ValueError:
+        for line in lines:
+            try:
+                samples.update(_samples(line + "\n"))
+            except ValueError:
+                bad += 1
+    return {key: value for key, value in samples.items() if math.isfinite(value)}, bad
+
+
+def _wanted(line: str) -> bool:
+    match = _LINE_NAME.match(line)
+    return match is not None and match[0] in catalog.sample_names()
+
+
+def _samples(text: str) -> Iterator[tuple[SeriesKey, float]]:
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                yield (sample.name, tuple(sorted(sample.labels.items()))), float(sample.value)
+    except (KeyError, IndexError, TypeError) as error:  # what the parser raises on some garbled lines
+        raise ValueError(str(error)) from None
+
+
+def record(scrapes: Iterable[tuple[int, str]], notes: Iterable[str] = ()) -> Recording:
+    """Parse scrapes into series. Raises ExpositionError when fewer than two of them are of use."""
+    said = list(notes)
+    parsed: dict[int, dict[SeriesKey, float]] = {}
+    bad_lines = seen = 0
+    names: set[str] = set()
+    for unix_ms, text in scrapes:
+        seen += 1
+        samples, bad = parse_scrape(text)
+        bad_lines += bad
+        if samples:
+            parsed[unix_ms] = samples
+        elif not names:
+            names.update(match[0] for line in text.split("\n") if (match := _LINE_NAME.match(line)))
+    if not parsed:
+        example = f" (it has names such as {', '.join(sorted(names)[:3])})" if names else ""
+        raise ExpositionError(f"no vLLM or SGLang metric in {seen} scrape(s){example}")
+    if bad_lines:
+        said.append(f"{bad_lines} line(s) could not be read and were left out")
+    if seen > len(parsed):
+        said.append(f"{seen - len(parsed)} of {seen} scrapes held no server metric or repeated a time")
+    _drop_incomplete(parsed, said)
+    if len(parsed) < 2:
+        raise ExpositionError("only one usable scrape: rates need two or more")
+    return Recording(_columns(parsed), np.array(sorted(parsed), dtype=np.int64), tuple(said))
+
+
+def _drop_incomplete(parsed: dict[int, dict[SeriesKey, float]], notes: list[str]) -> None:
+    """Remove scrapes that lack series which the scrapes on either side of them have."""
+    times = sorted(parsed)
+    broken = []
+    for index, time in enumerate(times):
+        beside = times[1:3] if index == 0 else [times[index - 1], *times[index + 1 : index + 2]]
+        expected = set.intersection(*(set(parsed[other]) for other in beside)) if beside else set()
+        if not expected <= parsed[time].keys():
+            broken.append(time)
+    if len(broken) > len(times) // 2:
+        notes.append(f"{len(broken)} of {len(times)} scrapes lack series that others have")
+        return
+    for time in broken:
+        del parsed[time]
+    if broken:
+        notes.append(f"{len(broken)} incomplete scrape(s) left out")
+
+
+def _columns(parsed: Mapping[int, Mapping[SeriesKey, float]]) -> dict[str, list[Series]]:
+    columns: dict[SeriesKey, tuple[list[int], list[float]]] = {}
+    for time in sorted(parsed):
+        for key, value in parsed[time].items():
+            times, values = columns.setdefault(key, ([], []))
+            times.append(time)
+            values.append(value)
+    series: dict[str, list[Series]] = {}
+    for (name, labels), (times, values) in columns.items():
+        column = Series(dict(labels), np.array(times, dtype=np.int64), np.array(values))
+        series.setdefault(name, []).append(column)
+    return series

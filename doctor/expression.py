@@ -1,0 +1,241 @@
+"""The rules' little language: numbers, names, ``+ - * /``, ``min``, ``max``, one comparison.
+
+Parsed with ``ast`` against a whitelist and never executed as Python. Evaluation is three-valued: true, false,
+or cannot tell, with the names that stand in the way.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+from doctor.reading import Missing, Number, Reading
+
+Lookup = Callable[[str], Reading]
+
+_ARITHMETIC: Mapping[type[ast.operator], Callable[[Number, Number], Number]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_CALLS: Mapping[str, Callable[[Number, Number], Number]] = {"min": Number.minimum, "max": Number.maximum}
+_COMPARISONS = {ast.Gt: ">", ast.GtE: ">=", ast.Lt: "<", ast.LtE: "<=", ast.Eq: "=="}
+
+
+class ExpressionError(ValueError):
+    """Text outside the language. The message says which part, and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """Arithmetic over names. ``text`` is as written, ``tree`` its whitelisted syntax tree."""
+
+    text: str
+    tree: ast.expr
+
+    @property
+    def names(self) -> frozenset[str]:
+        return _names(self.tree)
+
+    def value(self, lookup: Lookup) -> Number | tuple[Missing, ...]:
+        """The number, or everything that is missing for it."""
+        missing: list[Missing] = []
+        number = _value(self.tree, lookup, missing)
+        return tuple(missing) if number is None else number
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """``left operator right``."""
+
+    text: str
+    left: Expression
+    operator: str
+    right: Expression
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.left.names | self.right.names
+
+    def judge(self, lookup: Lookup) -> Truth:
+        """True or false where the values' ranges decide it, else cannot tell."""
+        left, right = self.left.value(lookup), self.right.value(lookup)
+        if isinstance(left, Number) and isinstance(right, Number):
+            answer = _compare(left, self.operator, right)
+            return Truth(answer, () if answer is not None else _inexact(self.names, lookup))
+        missing = [part for part in (left, right) if not isinstance(part, Number)]
+        return Truth(None, tuple(dict.fromkeys(item for part in missing for item in part)))
+
+
+@dataclass(frozen=True)
+class Truth:
+    """``value`` None is "cannot tell", because of ``missing``."""
+
+    value: bool | None
+    missing: tuple[Missing, ...] = ()
+
+
+@dataclass(frozen=True)
+class All:
+    """Every part holds."""
+
+    parts: tuple[Clause, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset().union(*(part.names for part in self.parts))
+
+    def judge(self, lookup: Lookup) -> Truth:
+        return _join([part.judge(lookup) for part in self.parts], decisive=False)
+
+
+@dataclass(frozen=True)
+class AnyOf:
+    """At least one part holds."""
+
+    parts: tuple[Clause, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset().union(*(part.names for part in self.parts))
+
+    def judge(self, lookup: Lookup) -> Truth:
+        return _join([part.judge(lookup) for part in self.parts], decisive=True)
+
+
+Clause = Comparison | All | AnyOf
+
+
+def parse_expression(text: str) -> Expression:
+    """Raises ExpressionError."""
+    tree = _parse(text)
+    _check(tree, text)
+    return Expression(text, tree)
+
+
+def parse_comparison(text: str) -> Comparison:
+    """Raises ExpressionError."""
+    tree = _parse(text)
+    if not isinstance(tree, ast.Compare) or len(tree.ops) != 1:
+        raise ExpressionError(f"{text!r}: write one comparison, such as itl_p99 > 4 * itl_p50")
+    sign = _COMPARISONS.get(type(tree.ops[0]))
+    if sign is None:
+        raise ExpressionError(f"{text!r}: only > >= < <= == compare")
+    for side in (tree.left, tree.comparators[0]):
+        _check(side, text)
+    left, right = (
+        Expression(ast.get_source_segment(text.strip(), side) or text, side)
+        for side in (tree.left, tree.comparators[0])
+    )
+    return Comparison(text.strip(), left, sign, right)
+
+
+def _parse(text: str) -> ast.expr:
+    try:
+        return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise ExpressionError(f"{text!r}: not an expression ({error})") from None
+
+
+def _check(node: ast.expr, text: str) -> None:
+    match node:
+        case ast.Name():
+            pass
+        case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
+            pass
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            _check(operand, text)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            _check(left, text)
+            _check(right, text)
+        case ast.Call(func=ast.Name(id=name), args=[_, _, *_] as args, keywords=[]) if name in _CALLS:
+            for argument in args:
+                _check(argument, text)
+        case _:
+            part = ast.unparse(node)
+            raise ExpressionError(f"{text!r}: {part!r} is not allowed; use numbers, names, + - * /, min, max")
+
+
+def _names(node: ast.expr) -> frozenset[str]:
+    match node:
+        case ast.Name(id=name):
+            return frozenset([name])
+        case ast.Call(args=args):
+            return frozenset().union(*map(_names, args))
+        case ast.UnaryOp(operand=operand):
+            return _names(operand)
+        case ast.BinOp(left=left, right=right):
+            return _names(left) | _names(right)
+    return frozenset()
+
+
+def _value(node: ast.expr, lookup: Lookup, missing: list[Missing]) -> Number | None:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return Number.exactly(float(value))
+        case ast.Name(id=name):
+            reading = lookup(name)
+            if isinstance(reading, Missing):
+                missing.append(reading)
+                return None
+            return reading
+        case ast.UnaryOp(operand=operand):
+            inner = _value(operand, lookup, missing)
+            return None if inner is None else -inner
+        case ast.Call(func=ast.Name(id=name), args=args):
+            values = [_value(argument, lookup, missing) for argument in args]
+            found = [value for value in values if value is not None]
+            return reduce(_CALLS[name], found) if len(found) == len(values) else None
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = _value(left, lookup, missing), _value(right, lookup, missing)
+            if a is None or b is None:
+                return None
+            try:
+                return _ARITHMETIC[type(op)](a, b)
+            except ZeroDivisionError:
+                missing.append(Missing(ast.unparse(right), "empty", "is 0, nothing can be divided by it"))
+                return None
+    raise AssertionError(ast.dump(node))  # the whitelist let it pass
+
+
+def _compare(left: Number, sign: str, right: Number) -> bool | None:
+    match sign:
+        case ">":
+            return left.exceeds(right)
+        case "<":
+            return right.exceeds(left)
+        case ">=":
+            below = right.exceeds(left)
+            return None if below is None else not below
+        case "<=":
+            above = left.exceeds(right)
+            return None if above is None else not above
+    if left.exact and right.exact:
+        return left.point == right.point
+    return False if left.exceeds(right) or right.exceeds(left) else None
+
+
+def _inexact(names: frozenset[str], lookup: Lookup) -> tuple[Missing, ...]:
+    """The names whose ranges left a comparison undecided."""
+    vague = []
+    for name in sorted(names):
+        reading = lookup(name)
+        if isinstance(reading, Number) and not reading.exact:
+            vague.append(
+                Missing(name, reading.vague, f"only known to lie in [{reading.low:g}, {reading.high:g}]")
+            )
+    return tuple(vague)
+
+
+def _join(truths: list[Truth], *, decisive: bool) -> Truth:
+    """Kleene's and (decisive=False), or (decisive=True)."""
+    if any(truth.value is decisive for truth in truths):
+        return Truth(decisive)
+    missing = tuple(dict.fromkeys(item for truth in truths for item in truth.missing))
+    if any(truth.value is None for truth in truths):
+        return Truth(None, missing)
+    return Truth(not decisive)

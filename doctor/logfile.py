@@ -1,0 +1,175 @@
+"""A server's own log: the flags it was started with, its version, its KV pool, its periodic load lines."""
+
+from __future__ import annotations
+
+import ast
+import calendar
+import gzip
+import re
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from doctor.sources import Observation, Scrapes, Source, SourceError
+
+_VERSION = re.compile(r"(?:version|engine \(v|server version) ?(\d+\.\d+[\w.+]*)")
+_NON_DEFAULT = re.compile(r"non-default args: (\{.*\})")
+_NAMESPACE = re.compile(r"args: Namespace\((.*)\)")
+_DUMP = re.compile(r"Initializing an? (?:V1 )?LLM engine .*?with config: (.*)")
+_BUDGET = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)")
+_POOL = re.compile(r"KV cache size: ([\d,]+) tokens")
+_PAIR = re.compile(r"(?:'(\w+)': |\b(\w+)=)('[^']*'|-?[\d.]+|True|False|None|\{[^{}]*\})")
+_SPECULATION = re.compile(r"speculative_config=SpeculativeConfig\(([^)]*)\)")
+_PERIODIC = re.compile(
+    r"(?P<month>\d\d)-(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d).*?"
+    r"(?:Engine (?P<engine>\d+): )?Avg prompt throughput: (?P<prompt>[\d.]+) tokens/s, "
+    r"Avg generation throughput: (?P<generation>[\d.]+) tokens/s, "
+    r"Running: (?P<running>\d+) reqs, (?:Swapped: \d+ reqs, )?(?:Waiting|Pending): (?P<waiting>\d+) reqs, "
+    r"(?:GPU|CPU|TPU|XPU)? ?KV cache usage: (?P<kv>[\d.]+)%"
+)
+_DUMP_KEYS = {
+    "max_seq_len": "max_model_len",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+    "kv_cache_dtype": "kv_cache_dtype",
+    "enforce_eager": "enforce_eager",
+    "enable_prefix_caching": "enable_prefix_caching",
+    "enable_chunked_prefill": "enable_chunked_prefill",
+    "chunked_prefill_enabled": "enable_chunked_prefill",
+    "quantization": "quantization",
+    "device_config": "device",
+}
+
+
+@dataclass(frozen=True)
+class LogFacts:
+    """What a log says. ``complete``: the command line was there, so a flag that is not in it is a default."""
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    complete: bool = False
+    version: str | None = None
+    kv_cache_tokens: int | None = None
+    device: str | None = None
+    scrapes: tuple[tuple[int, str], ...] = ()
+    """The periodic lines as exposition text, so that a log alone can be diagnosed."""
+
+
+class LogSource(Source):
+    """A log as the only source: gauges every ten seconds, no latencies; most rules cannot tell."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+
+    def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
+        facts = read_log(self.path)
+        if len(facts.scrapes) < 2:
+            raise SourceError(
+                f"--log {self.path}: fewer than two periodic load lines; add --series or --metrics"
+            )
+        return Scrapes(facts.scrapes, self.name).observe(window, slo)
+
+
+def read_log(path: Path) -> LogFacts:
+    """Read a log file, plain or gzip. Raises SourceError."""
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8", errors="replace")
+    except (OSError, EOFError, zlib.error) as error:
+        raise SourceError(f"--log {path}: cannot be read ({error})") from None
+    facts = parse_log(text)
+    if not facts.flags and facts.version is None and not facts.scrapes:
+        raise SourceError(f"--log {path}: no line of a vLLM log in it")
+    return facts
+
+
+def parse_log(text: str) -> LogFacts:
+    """Take the facts out of a log's text; of a restarted server the last start counts."""
+    flags: dict[str, Any] = {}
+    complete, version, pool = False, None, None
+    match: re.Match[str] | None
+    for line in text.splitlines():
+        if match := _NON_DEFAULT.search(line):
+            flags, complete = _dictionary(match[1]), True
+        elif match := _NAMESPACE.search(line):
+            flags, complete = _pairs(match[1]), True
+        elif match := _DUMP.search(line):
+            flags |= _dumped(match[1])
+        elif match := _BUDGET.search(line):
+            flags["max_num_batched_tokens"] = int(match[1])
+        elif match := _POOL.search(line):
+            pool = int(match[1].replace(",", ""))
+        if version is None and (match := _VERSION.search(line)):
+            version = match[1].rstrip(".")
+    device = flags.pop("device", None)
+    scrapes = tuple(_periodic(text.splitlines()))
+    return LogFacts(flags, complete, version, pool, str(device) if device else None, scrapes)
+
+
+def _dumped(text: str) -> dict[str, Any]:
+    """What the engine prints of its configuration, defaults included."""
+    pairs = _pairs(text)
+    flags = {ours: pairs[key] for key, ours in _DUMP_KEYS.items() if key in pairs}
+    if match := _SPECULATION.search(text):
+        flags["speculative_config"] = _speculation(match[1])
+    return flags
+
+
+def _dictionary(text: str) -> dict[str, Any]:
+    """A printed dict; where an object's repr makes it no literal, the pairs that are."""
+    try:
+        value = ast.literal_eval(text)
+        return {str(key): item for key, item in value.items() if item is not None}
+    except (ValueError, SyntaxError, MemoryError, RecursionError, AttributeError):
+        return _pairs(text)
+
+
+def _pairs(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for match in _PAIR.finditer(text):
+        try:
+            value = ast.literal_eval(match[3])
+        except (ValueError, SyntaxError):
+            value = match[3]
+        if value is not None:
+            found.setdefault(match[1] or match[2], value)
+    for name in ("device_config", "kv_cache_dtype"):  # printed without quotes
+        if bare := re.search(rf"\b{name}=(\w+)", text):
+            found.setdefault(name, bare[1])
+    return found
+
+
+def _speculation(text: str) -> dict[str, Any]:
+    pairs = _pairs(text)
+    pairs["num_speculative_tokens"] = pairs.pop("num_spec_tokens", pairs.get("num_speculative_tokens", 1))
+    return pairs
+
+
+def _periodic(lines: Iterable[str]) -> Iterable[tuple[int, str]]:
+    """One scrape a periodic line; token counters are the throughputs, summed up over the time between."""
+    totals: dict[str, tuple[int, float, float]] = {}
+    for line in lines:
+        if (match := _PERIODIC.search(line)) is None:
+            continue
+        when = (1970, *(int(match[part]) for part in ("month", "day", "h", "m", "s")))
+        try:
+            unix_ms = calendar.timegm((*when, 0, 0, 0)) * 1000
+        except ValueError:
+            continue
+        engine = str(int(match["engine"] or 0))
+        before, prompt, generation = totals.get(engine, (unix_ms, 0.0, 0.0))
+        seconds = max(0.0, (unix_ms - before) / 1000)
+        prompt += float(match["prompt"]) * seconds
+        generation += float(match["generation"]) * seconds
+        totals[engine] = (unix_ms, prompt, generation)
+        labels = f'{{engine="{engine}"}}'
+        yield (
+            unix_ms,
+            f"vllm:num_requests_running{labels} {match['running']}\n"
+            f"vllm:num_requests_waiting{labels} {match['waiting']}\n"
+            f"vllm:kv_cache_usage_perc{labels} {float(match['kv']) / 100}\n"
+            f"vllm:prompt_tokens_total{labels} {prompt}\n"
+            f"vllm:generation_tokens_total{labels} {generation}\n",
+        )

@@ -1,0 +1,150 @@
+"""Signals as PromQL text. The text is evidence for people, the live evaluator's query, and the alert."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from doctor.catalog import METRICS, Metric
+from doctor.signals import (
+    Above,
+    AgainstPeers,
+    Condition,
+    Count,
+    HistogramSum,
+    Mean,
+    MeanWhile,
+    Node,
+    OverTime,
+    Quantile,
+    Ratio,
+    Share,
+    Sum,
+)
+
+GROUP_LABELS = ("instance", "model_name", "engine")
+"""One engine. Series that agree in these are added up; more instances are told apart."""
+
+_BY = f"by ({', '.join(GROUP_LABELS)})"
+_BY_LE = f"by (le, {', '.join(GROUP_LABELS)})"
+_FUNCTIONS = {
+    "avg": "avg_over_time",
+    "min": "min_over_time",
+    "max": "max_over_time",
+    "last": "last_over_time",
+    "delta": "delta",
+    "deriv": "deriv",
+    "increase": "increase",
+    "rate": "rate",
+    "resets": "resets",
+}
+
+
+@dataclass(frozen=True)
+class PromQL:
+    """Writes queries over one window.
+
+    ``selector`` is what stands inside the braces (``job="vllm"``); ``available`` are the sample names that
+    the server has (None: unknown, the newest name is written); ``slo`` resolves thresholds named by an SLO.
+    """
+
+    window_ms: int
+    step_ms: int
+    selector: str = ""
+    available: frozenset[str] | None = None
+    slo: Mapping[str, float] = field(default_factory=dict)
+
+    def text(self, node: Node) -> str:
+        """The query whose result has one element per engine."""
+        match node:
+            case OverTime(key, how):
+                combine = "max" if how == "resets" else METRICS[key].combine
+                return f"{combine} {_BY} ({self._ranges(key, '', _FUNCTIONS[how])})"
+            case Quantile(q, key):
+                return f"histogram_quantile({q:g}, sum {_BY_LE} ({self._ranges(key, '_bucket', 'increase')}))"
+            case HistogramSum(key, how):
+                return f"sum {_BY} ({self._ranges(key, '_sum', how)})"
+            case Count(key):
+                return f"sum {_BY} ({self._ranges(key, '_count', 'increase')})"
+            case Mean(key):
+                return f"{self.text(HistogramSum(key))} / {self.text(Count(key))}"
+            case Above(key, _):
+                bound = bucket_bound(node, self.slo)
+                below = self._ranges(key, "_bucket", "increase", f'le=~"{bound:g}([.]0)?"')
+                return f"1 - sum {_BY} ({below}) / {self.text(Count(key))}"
+            case Share(conditions):
+                held = [self._holds(condition) for condition in conditions]
+                return f"avg_over_time(({' * '.join(held)}){self._subquery()})"
+            case MeanWhile(key, condition):
+                filtered = f"({self._sum((key,))} and {self._sum(condition.gauges)} > {condition.above:g})"
+                return f"avg_over_time({filtered}{self._subquery()})"
+            case Ratio(top, bottom):
+                return f"({self.text(top)}) / ({self.text(bottom)})"
+            case Sum(terms):
+                return " + ".join(self.text(term) for term in terms)
+            case AgainstPeers(of):
+                own = self.text(of)
+                return f"({own}) / on (model_name) group_left () avg by (model_name) ({own})"
+
+    def bucket_bounds(self, key: str) -> str:
+        """Which ``le`` values a histogram has, per engine."""
+        return f"count {_BY_LE} ({self._ranges(key, '_bucket', 'last_over_time')})"
+
+    def labels(self, key: str) -> str:
+        """The series of an info metric, with their labels."""
+        return self._ranges(key, "", "last_over_time")
+
+    def engines(self, key: str) -> str:
+        """The engines that have a metric."""
+        suffix = "_count" if METRICS[key].kind == "histogram" else ""
+        return f"count {_BY} ({self._ranges(key, suffix, 'last_over_time')})"
+
+    def names(self, metric: Metric, suffix: str) -> list[str]:
+        """The sample names to ask for, newest first."""
+        names = [name + suffix for name in metric.names]
+        if self.available is None:
+            return names[:1]
+        return [name for name in names if name in self.available] or names[:1]
+
+    def _ranges(self, key: str, suffix: str, function: str, matcher: str = "") -> str:
+        where = self._where(matcher)
+        window = duration(self.window_ms)
+        return " or ".join(
+            f"{function}({name}{where}[{window}])" for name in self.names(METRICS[key], suffix)
+        )
+
+    def _instant(self, key: str) -> str:
+        where = self._where()
+        names = " or ".join(name + where for name in self.names(METRICS[key], ""))
+        return f"{METRICS[key].combine} {_BY} ({names})"
+
+    def _sum(self, gauges: tuple[str, ...]) -> str:
+        texts = [self._instant(gauge) for gauge in gauges]
+        return texts[0] if len(texts) == 1 else f"({' + '.join(texts)})"
+
+    def _holds(self, condition: Condition) -> str:
+        return f"({self._sum(condition.gauges)} > bool {condition.above:g})"
+
+    def _subquery(self) -> str:
+        return f"[{duration(self.window_ms)}:{duration(self.step_ms)}]"
+
+    def _where(self, matcher: str = "") -> str:
+        inside = ",".join(part for part in (self.selector, matcher) if part)
+        return f"{{{inside}}}" if inside else ""
+
+
+def bucket_bound(node: Above, slo: Mapping[str, float]) -> float:
+    """The bucket bound that stands for ``node``'s threshold: the first one at or above it."""
+    if not isinstance(node.bound, str):
+        return node.bound
+    wanted = slo[node.bound]
+    bounds = METRICS[node.metric].bounds
+    return next((bound for bound in bounds if bound >= wanted), bounds[-1])
+
+
+def duration(ms: int) -> str:
+    """Prometheus's spelling of a duration."""
+    for unit, size in (("h", 3_600_000), ("m", 60_000), ("s", 1000)):
+        if ms % size == 0:
+            return f"{ms // size}{unit}"
+    return f"{ms}ms"

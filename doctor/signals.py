@@ -1,0 +1,281 @@
+"""Every signal that a rule may name, one declarative line each.
+
+A line says what to compute from which metrics of the catalog. ``doctor.evaluators`` computes it from
+recorded scrapes, ``doctor.promql`` writes it as PromQL; a test holds the two equal on the same data.
+All signals are per engine (instance, model and engine label), over one window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+How = Literal["avg", "min", "max", "last", "delta", "deriv", "increase", "rate", "resets"]
+
+
+@dataclass(frozen=True)
+class OverTime:
+    """A Prometheus range function over one metric, its series added up (or the largest, for a percentage)."""
+
+    metric: str
+    how: How
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """``histogram_quantile`` of what was observed in the window."""
+
+    q: float
+    metric: str
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Sum over count of a histogram: exact, where a quantile inside a wide first bucket means nothing."""
+
+    metric: str
+
+
+@dataclass(frozen=True)
+class HistogramSum:
+    """Growth of a histogram's sum; ``rate`` per second."""
+
+    metric: str
+    how: Literal["increase", "rate"] = "increase"
+
+
+@dataclass(frozen=True)
+class Count:
+    """How many observations a histogram gained."""
+
+    metric: str
+
+
+@dataclass(frozen=True)
+class Above:
+    """Share of the observations above ``bound``, a bucket bound or an SLO's name (its next bound up)."""
+
+    metric: str
+    bound: float | str
+
+
+@dataclass(frozen=True)
+class Condition:
+    """At one instant: do these gauges, added up, exceed a level? Several are joined by "and"."""
+
+    gauges: tuple[str, ...]
+    above: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """Share of the window's instants at which all conditions hold."""
+
+    conditions: tuple[Condition, ...]
+
+
+@dataclass(frozen=True)
+class MeanWhile:
+    """Mean of a gauge over the instants at which a condition holds."""
+
+    metric: str
+    condition: Condition
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One quantity over another; no value where the lower one is 0."""
+
+    top: Node
+    bottom: Node
+
+
+@dataclass(frozen=True)
+class Sum:
+    terms: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class AgainstPeers:
+    """This engine's value over the mean of all engines that serve the same model; needs two of them."""
+
+    of: Node
+
+
+Node = (
+    OverTime | Quantile | Mean | HistogramSum | Count | Above | Share | MeanWhile | Ratio | Sum | AgainstPeers
+)
+Unit = Literal["s", "tokens", "tokens/s", "requests", "1/s", "share", "ratio", "count", "s/token"]
+
+
+@dataclass(frozen=True)
+class Signal:
+    """``sources`` are tried in order: the first whose metrics the server exposes gives the value."""
+
+    name: str
+    unit: Unit
+    help: str
+    sources: tuple[Node, ...]
+
+
+def _signal(name: str, unit: Unit, help: str, *sources: Node) -> Signal:
+    return Signal(name, unit, help, sources)
+
+
+_BUSY = Condition(("running",), 0)
+_WAITING = Condition(("waiting",), 0)
+_ACTIVE = Condition(("running", "waiting"), 0)
+_FULL = Condition(("kv_usage",), 0.95)
+_LOAD = Sum((OverTime("running", "avg"), OverTime("waiting", "avg")))
+
+SIGNALS: dict[str, Signal] = {
+    signal.name: signal
+    for signal in (
+        # Queue and batch. Means are diluted by idle time, the *_share and running_* ones are not.
+        _signal("running_mean", "requests", "mean of running requests", OverTime("running", "avg")),
+        _signal("running_max", "requests", "most requests running", OverTime("running", "max")),
+        _signal("running_last", "requests", "running at the end", OverTime("running", "last")),
+        _signal("running_delta", "requests", "change of running", OverTime("running", "delta")),
+        _signal("running_slope", "1/s", "slope of running", OverTime("running", "deriv")),
+        _signal("running_busy", "requests", "mean of running while any runs", MeanWhile("running", _BUSY)),
+        _signal(
+            "running_when_waiting",
+            "requests",
+            "mean of running while others wait",
+            MeanWhile("running", _WAITING),
+        ),
+        _signal("waiting_mean", "requests", "mean of waiting requests", OverTime("waiting", "avg")),
+        _signal("waiting_max", "requests", "most requests waiting", OverTime("waiting", "max")),
+        _signal("waiting_last", "requests", "waiting at the end", OverTime("waiting", "last")),
+        _signal("waiting_delta", "requests", "change of waiting", OverTime("waiting", "delta")),
+        _signal("waiting_slope", "1/s", "slope of waiting", OverTime("waiting", "deriv")),
+        _signal("active_share", "share", "share of time with any request", Share((_ACTIVE,))),
+        _signal(
+            "waiting_share",
+            "share",
+            "share of the active time in which requests wait",
+            Ratio(Share((_WAITING,)), Share((_ACTIVE,))),
+        ),
+        _signal("load_against_peers", "ratio", "running + waiting over the peers' mean", AgainstPeers(_LOAD)),
+        # KV pool
+        _signal("kv_mean", "share", "mean KV usage", OverTime("kv_usage", "avg")),
+        _signal("kv_max", "share", "highest KV usage", OverTime("kv_usage", "max")),
+        _signal(
+            "kv_full_share",
+            "share",
+            "share of the active time with KV usage above 0.95",
+            Ratio(Share((_FULL,)), Share((_ACTIVE,))),
+        ),
+        _signal(
+            "kv_full_waiting_share",
+            "share",
+            "share of the active time with KV usage above 0.95 and requests waiting",
+            Ratio(Share((_FULL, _WAITING)), Share((_ACTIVE,))),
+        ),
+        _signal("preemptions", "count", "preemptions counted", OverTime("preemptions", "increase")),
+        _signal(
+            "request_preemptions",
+            "count",
+            "preemptions of the requests that finished",
+            HistogramSum("request_preemptions"),
+        ),
+        # Latency
+        _signal("ttft_p50", "s", "median time to first token", Quantile(0.5, "ttft")),
+        _signal("ttft_p95", "s", "P95 time to first token", Quantile(0.95, "ttft")),
+        _signal("ttft_p99", "s", "P99 time to first token", Quantile(0.99, "ttft")),
+        _signal("ttft_mean", "s", "mean time to first token", Mean("ttft")),
+        _signal(
+            "ttft_above_slo",
+            "share",
+            "share of first tokens later than the TTFT SLO (its next bucket bound up)",
+            Above("ttft", "slo_ttft_p95"),
+        ),
+        _signal("itl_p50", "s", "median inter-token latency (per step output)", Quantile(0.5, "itl")),
+        _signal("itl_p90", "s", "P90 inter-token latency", Quantile(0.9, "itl")),
+        _signal("itl_p99", "s", "P99 inter-token latency", Quantile(0.99, "itl")),
+        _signal("itl_mean", "s", "mean inter-token latency", Mean("itl")),
+        _signal("tpot_p50", "s", "median time per output token of a request", Quantile(0.5, "tpot")),
+        _signal("tpot_mean", "s", "mean time per output token of a request", Mean("tpot")),
+        _signal("e2e_mean", "s", "mean end-to-end latency", Mean("e2e")),
+        _signal("queue_time_mean", "s", "mean wait before the first scheduling", Mean("queue_time")),
+        _signal("prefill_time_mean", "s", "mean time in prefill", Mean("prefill_time")),
+        _signal("decode_time_mean", "s", "mean time in decode", Mean("decode_time")),
+        _signal(
+            "prefilling_mean",
+            "requests",
+            "requests in prefill at once (prefill seconds a second)",
+            HistogramSum("prefill_time", "rate"),
+        ),
+        # Traffic
+        _signal("first_tokens", "count", "requests that got a first token", Count("ttft")),
+        _signal("finished", "count", "requests that finished", OverTime("finished", "increase")),
+        _signal("prompt_rate", "tokens/s", "prompt tokens a second", OverTime("prompt_tokens", "rate")),
+        _signal(
+            "generation_rate", "tokens/s", "output tokens a second", OverTime("generation_tokens", "rate")
+        ),
+        _signal("restarts", "count", "counter resets", OverTime("generation_tokens", "resets")),
+        _signal("prompt_tokens_p50", "tokens", "median prompt length", Quantile(0.5, "prompt_length")),
+        _signal("prompt_tokens_mean", "tokens", "mean prompt length", Mean("prompt_length")),
+        _signal("long_prompt_share", "share", "share of prompts above 1000", Above("prompt_length", 1000.0)),
+        # Tokens prefilled leave out what the prefix cache had; older versions tell only the prompt's length.
+        _signal(
+            "prefill_tokens_p99",
+            "tokens",
+            "P99 of tokens prefilled",
+            Quantile(0.99, "prefill_length"),
+            Quantile(0.99, "prompt_length"),
+        ),
+        _signal(
+            "prefill_tokens_mean",
+            "tokens",
+            "mean of tokens prefilled",
+            Mean("prefill_length"),
+            Mean("prompt_length"),
+        ),
+        _signal(
+            "prefill_seconds_per_token",
+            "s/token",
+            "prefill time over tokens prefilled",
+            Ratio(HistogramSum("prefill_time"), HistogramSum("prefill_length")),
+            Ratio(HistogramSum("prefill_time"), HistogramSum("prompt_length")),
+        ),
+        # Prefix cache and speculation
+        _signal(
+            "prefix_hit_rate",
+            "share",
+            "prefix-cache hits over queries, in tokens",
+            Ratio(OverTime("prefix_hits", "increase"), OverTime("prefix_queries", "increase")),
+            OverTime("cache_hit_rate", "avg"),
+        ),
+        _signal("draft_tokens", "tokens", "tokens drafted", OverTime("draft_tokens", "increase")),
+        _signal(
+            "acceptance",
+            "share",
+            "accepted over drafted tokens",
+            Ratio(OverTime("accepted_tokens", "increase"), OverTime("draft_tokens", "increase")),
+        ),
+        _signal(
+            "tokens_drafted_per_draft",
+            "tokens",
+            "tokens a draft proposes",
+            Ratio(OverTime("draft_tokens", "increase"), OverTime("drafts", "increase")),
+        ),
+    )
+}
+
+
+def metrics_of(node: Node) -> set[str]:
+    """Catalog keys that ``node`` reads."""
+    match node:
+        case Ratio(top, bottom):
+            return metrics_of(top) | metrics_of(bottom)
+        case Sum(terms):
+            return set().union(*(metrics_of(term) for term in terms))
+        case AgainstPeers(of):
+            return metrics_of(of)
+        case Share(conditions):
+            return {gauge for condition in conditions for gauge in condition.gauges}
+        case MeanWhile(metric, condition):
+            return {metric, *condition.gauges}
+        case _:
+            return {node.metric}

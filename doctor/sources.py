@@ -1,0 +1,255 @@
+"""Where metrics come from: a recorded series, a /metrics page watched for a while, a live Prometheus."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from doctor.catalog import family
+from doctor.evaluators import Evaluator, ScrapeEvaluator, Span
+from doctor.exposition import ExpositionError, read_series_text, record, split_scrapes
+from doctor.promql import PromQL
+
+TIMEOUT_S = 10.0
+
+
+class SourceError(RuntimeError):
+    """A source that cannot be reached or holds nothing to diagnose. The message says what to do."""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One window of metrics, ready to be asked."""
+
+    name: str
+    evaluator: Evaluator
+    family: str
+    """Engine and version range, from the metric names."""
+    window_s: float
+    notes: tuple[str, ...] = ()
+    version: str | None = None
+    """The server's own version, where it says."""
+
+
+class Source(ABC):
+    """Gives an observation of the last ``window`` seconds (None: the source's own default).
+
+    ``slo`` resolves bucket thresholds that an SLO names. Raises SourceError.
+    """
+
+    name: str
+
+    @abstractmethod
+    def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation: ...
+
+
+class Scrapes(Source):
+    """Scrapes in memory: (unix ms, exposition text), such as ``Records.scrapes`` of a load run."""
+
+    def __init__(
+        self, scrapes: Iterable[tuple[int, str]], name: str = "scrapes", notes: Iterable[str] = ()
+    ) -> None:
+        self.scrapes = list(scrapes)
+        self.name = name
+        self.notes = tuple(notes)
+
+    def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
+        try:
+            recording = record(self.scrapes, self.notes)
+        except ExpositionError as error:
+            raise SourceError(f"{self.name}: {error}") from None
+        first, end = int(recording.times[0]), int(recording.times[-1])
+        # One millisecond more than the samples span: Prometheus 3's windows are open on the left.
+        start = first - 1 if window is None else max(first - 1, end - round(window * 1000))
+        inside = recording.times[recording.times >= start]
+        if len(inside) < 2:
+            raise SourceError(f"{self.name}: fewer than two scrapes in the last {window:g} s; widen --window")
+        span = Span(start, end, _step(end - start))
+        evaluator = ScrapeEvaluator(recording, span, PromQL(end - start, span.step, slo=slo))
+        return _observation(self.name, evaluator, (end - start) / 1000, recording.notes)
+
+
+class SeriesFile(Source):
+    """A ``.prom`` or ``.prom.gz`` file of scrapes, each preceded by ``# scrape_unix_ms N``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = str(path)
+
+    def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
+        try:
+            text, notes = read_series_text(self.path)
+            scrapes = split_scrapes(text)
+        except ExpositionError as error:
+            message = str(error)
+            raise SourceError(message if self.name in message else f"{self.name}: {message}") from None
+        return Scrapes(scrapes, self.name, notes).observe(window, slo)
+
+
+class MetricsUrl(Source):
+    """A server's /metrics page, scraped about once a second over the window (15 s unless said).
+
+    Ctrl-C ends the watch early; what was scraped until then is judged.
+    """
+
+    DEFAULT_WINDOW_S = 15.0
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        interval: float = 1.0,
+        progress: Callable[[float], None] | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.url = _with_path(url, "/metrics")
+        self.name = urlsplit(self.url).netloc
+        self.interval = interval
+        self.progress = progress
+        self.sleep = sleep
+
+    def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
+        scrapes = self._watch(window if window is not None else self.DEFAULT_WINDOW_S)
+        observation = Scrapes(scrapes, self.name).observe(None, slo)
+        return Observation(
+            observation.name,
+            observation.evaluator,
+            observation.family,
+            observation.window_s,
+            observation.notes,
+            self._version(),
+        )
+
+    def _watch(self, window: float) -> list[tuple[int, str]]:
+        scrapes = [self._scrape()]
+        begun = time.monotonic()
+        try:
+            while (elapsed := time.monotonic() - begun) < window:
+                if self.progress is not None:
+                    self.progress(elapsed)
+                self.sleep(min(self.interval, window - elapsed))
+                scrapes.append(self._scrape())
+        except KeyboardInterrupt:
+            if len(scrapes) < 2:
+                raise
+        return scrapes
+
+    def _scrape(self) -> tuple[int, str]:
+        return round(time.time() * 1000), _get(self.url)
+
+    def _version(self) -> str | None:
+        """vLLM and the bundled engine answer GET /version beside /metrics."""
+        import requests
+
+        try:
+            answer = requests.get(f"{self.url.rsplit('/', 1)[0]}/version", timeout=TIMEOUT_S)
+            version = answer.json().get("version") if answer.ok else None
+        except (requests.RequestException, ValueError, AttributeError):
+            return None
+        return version if isinstance(version, str) else None
+
+
+class PrometheusSource(Source):
+    """A live Prometheus (or what speaks its HTTP API), over the last ``window`` seconds (5 min unless said).
+
+    ``selector`` is a PromQL matcher list, ``{job="vllm"}`` or ``job="vllm"``; ``at`` the window's end
+    (unix s; None: now). Credentials in the URL are used as basic authentication.
+    """
+
+    DEFAULT_WINDOW_S = 300.0
+
+    def __init__(self, url: str, selector: str = "", at: float | None = None) -> None:
+        parts = urlsplit(_with_path(url, ""))
+        self.auth = (parts.username, parts.password or "") if parts.username else None
+        host = parts.netloc.rsplit("@", 1)[-1]
+        self.url = f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
+        self.name = host
+        self.selector = selector.strip().removeprefix("{").removesuffix("}").strip().rstrip(",")
+        self.at = at
+
+    def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
+        from doctor.live import PrometheusEvaluator
+
+        seconds = window if window is not None else self.DEFAULT_WINDOW_S
+        ms = round(seconds * 1000)
+        promql = PromQL(ms, _step(ms), self.selector, slo=slo)
+        evaluator = PrometheusEvaluator(self._asker(), promql)
+        return _observation(self.name, evaluator, seconds, ())
+
+    def _asker(self) -> Callable[[str], list[Mapping[str, Any]]]:
+        import requests
+        from prometheus_api_client import PrometheusApiClientException, PrometheusConnect
+        from urllib3.util.retry import Retry
+
+        client = PrometheusConnect(
+            self.url, auth=self.auth, timeout=TIMEOUT_S, retry=Retry(total=1, backoff_factor=0)
+        )
+        params = {"time": self.at if self.at is not None else time.time()}
+
+        def ask(query: str) -> list[Mapping[str, Any]]:
+            try:
+                answer = client.custom_query(query, params=params)
+            except PrometheusApiClientException as error:
+                raise SourceError(
+                    f"{self.url}: Prometheus refused a query: {error}. Query: {query}"
+                ) from None
+            except requests.RequestException as error:
+                raise SourceError(f"{self.url}: {_reason(error)}. Is this a Prometheus?") from None
+            except (KeyError, TypeError, ValueError):
+                raise SourceError(f"{self.url}: does not answer like Prometheus's HTTP API") from None
+            if not isinstance(answer, list):
+                raise SourceError(f"{self.url}: does not answer like Prometheus's HTTP API")
+            return answer
+
+        return ask
+
+
+def _observation(name: str, evaluator: Evaluator, window_s: float, notes: Sequence[str]) -> Observation:
+    known = family(evaluator.available)
+    if known is None or not evaluator.groups:
+        raise SourceError(f"{name}: no vLLM or SGLang metric in the last {window_s:g} s")
+    return Observation(name, evaluator, known, window_s, tuple(notes))
+
+
+def _step(window_ms: int) -> int:
+    """A subquery step that gives about 120 instants, in [0.1 s, 60 s]."""
+    return min(max(round(window_ms / 120 / 100) * 100, 100), 60_000)
+
+
+def _with_path(url: str, path: str) -> str:
+    """``url`` with a scheme, and with ``path`` where it has none."""
+    full = url if "://" in url else f"http://{url}"
+    parts = urlsplit(full)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise SourceError(f"{url}: not an http(s) URL; write e.g. http://127.0.0.1:8000{path}")
+    return full if parts.path.strip("/") else full.rstrip("/") + path
+
+
+def _get(url: str) -> str:
+    import requests
+
+    try:
+        answer = requests.get(url, timeout=TIMEOUT_S)
+    except requests.RequestException as error:
+        raise SourceError(f"{url}: {_reason(error)}. Is the server up, and is this its address?") from None
+    if not answer.ok:
+        raise SourceError(f"{url}: HTTP {answer.status_code}; is this the server's /metrics page?")
+    return answer.text
+
+
+def _reason(error: Exception) -> str:
+    """What a requests exception means, in a few words."""
+    import requests
+
+    if isinstance(error, requests.Timeout):
+        return f"no answer within {TIMEOUT_S:g} s"
+    if isinstance(error, requests.exceptions.SSLError):
+        return "TLS certificate or handshake refused"
+    if isinstance(error, requests.ConnectionError):
+        return "cannot connect"
+    return f"request failed ({error.__class__.__name__})"
