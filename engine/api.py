@@ -162,13 +162,10 @@ class Api:
                 )
             return list(prompt)
         encode = self._frontend.tokenizer.encode
-        try:
-            if len(prompt) < LONG_TEXT:
-                ids = encode(prompt, add_special_tokens)
-            else:
-                ids = await asyncio.to_thread(encode, prompt, add_special_tokens)
-        except UnicodeEncodeError as error:
-            raise RequestError(f"the prompt is not valid Unicode: {error.reason}", "prompt") from None
+        if len(prompt) < LONG_TEXT:
+            ids = encode(prompt, add_special_tokens)
+        else:
+            ids = await asyncio.to_thread(encode, prompt, add_special_tokens)
         if not ids:
             raise RequestError("the prompt is empty", "prompt")
         return ids

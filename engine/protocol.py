@@ -83,6 +83,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise RequestError(f"The body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError(f"The body must be a JSON object, not {_kind(value)}")
+    if b"\\u" in body and not _is_unicode(value):
+        raise RequestError("The body holds half of a surrogate pair: it is not valid Unicode")
     return value
 
 
@@ -126,7 +128,9 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refuse(name, "must be a number")
-        if not math.isfinite(value) or not holds(value):
+        if not math.isfinite(value):
+            raise self.refuse(name, "must be finite")
+        if not holds(value):
             raise self.refuse(name, rule)
         return float(value)
 
@@ -391,6 +395,15 @@ def _limit_sequences(num_prompts: int, n: int) -> None:
 
 def _is_token_id(value: object) -> bool:
     return type(value) is int and value >= 0
+
+
+def _is_unicode(value: object) -> bool:
+    """False where a string holds a lone surrogate, which JSON can write and UTF-8 cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _kind(value: object) -> str:

@@ -13,6 +13,7 @@ from engine.protocol import Options
 from engine.step import TokenLogprobs
 from engine.tokenizer import Tokenizer
 
+_dumps = json.JSONEncoder(separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have."""
@@ -70,10 +71,8 @@ class Writer:
         self._created = int(time.time())
         self.usage = Usage(sum(map(len, prompts)))
         self._opened: set[int] = set()
-        head = json.dumps(
-            {"id": self._id, "object": self.chunk_name, "created": self._created, "model": model}
-        )
-        self._head = f'data: {head[:-1]}, "choices": '
+        head = {"id": self._id, "object": self.chunk_name, "created": self._created, "model": model}
+        self._head = f'data: {_dumps(head)[:-1]},"choices":'
 
     # ---------------------------------------------------------------- given piece by piece
 
@@ -85,29 +84,27 @@ class Writer:
         """What follows when every choice is finished."""
         if not self._options.include_usage:
             return DONE
-        return f'{self._head}[], "usage": {json.dumps(self.usage.as_json())}}}\n\n'.encode() + DONE
+        return f'{self._head}[],"usage":{_dumps(self.usage.as_json())}}}\n\n'.encode() + DONE
 
     def _chunk(self, delta: Delta) -> str:
         self.usage.completion_tokens += len(delta.token_ids)
         opening = ""
-        extra = f', "token_ids": {list(delta.token_ids)}' if self._options.return_token_ids else ""
+        extra = f',"token_ids":{_dumps(delta.token_ids)}' if self._options.return_token_ids else ""
         if delta.index not in self._opened:
             self._opened.add(delta.index)
             opening = self._opening(delta.index)
             if self._options.return_token_ids:
-                extra += f', "prompt_token_ids": {self._prompt_of(delta.index)}'
-        logprobs = json.dumps(self._logprobs(delta.index, delta.logprobs)) if delta.logprobs else "null"
+                extra += f',"prompt_token_ids":{_dumps(self._prompt_of(delta.index))}'
+        logprobs = _dumps(self._logprobs(delta.index, delta.logprobs)) if delta.logprobs else "null"
         choice = (
-            f'{{"index": {delta.index}, {self._content(delta.text)}, "logprobs": {logprobs}, '
-            f'"finish_reason": {json.dumps(delta.finish_reason)}, '
-            f'"stop_reason": {json.dumps(delta.stop_reason)}{extra}}}'
+            f'{{"index":{delta.index},{self._content(delta.text)},"logprobs":{logprobs},'
+            f'"finish_reason":{_dumps(delta.finish_reason)},'
+            f'"stop_reason":{_dumps(delta.stop_reason)}{extra}}}'
         )
         return f"{opening}{self._event(choice)}"
 
     def _event(self, choice: str) -> str:
-        usage = ""
-        if self._options.continuous_usage:
-            usage = f', "usage": {json.dumps(self.usage.as_json())}'
+        usage = f',"usage":{_dumps(self.usage.as_json())}' if self._options.continuous_usage else ""
         return f"{self._head}[{choice}]{usage}}}\n\n"
 
     def _opening(self, index: int) -> str:
@@ -172,7 +169,7 @@ class CompletionWriter(Writer):
         self._offsets: dict[int, int] = {}
 
     def _content(self, text: str) -> str:
-        return f'"text": {json.dumps(text)}'
+        return f'"text":{_dumps(text)}'
 
     def _whole(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -202,11 +199,11 @@ class ChatWriter(Writer):
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def _opening(self, index: int) -> str:
-        choice = f'{{"index": {index}, "delta": {{"role": "assistant", "content": ""}}, '
-        return self._event(choice + '"logprobs": null, "finish_reason": null}')
+        delta = '{"role":"assistant","content":""}'
+        return self._event(f'{{"index":{index},"delta":{delta},"logprobs":null,"finish_reason":null}}')
 
     def _content(self, text: str) -> str:
-        return f'"delta": {{"content": {json.dumps(text)}}}'
+        return f'"delta":{{"content":{_dumps(text)}}}'
 
     def _whole(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text}}
