@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from dataclasses import dataclass
 
@@ -22,6 +23,16 @@ def format_seconds(seconds: float) -> str:
     if minutes < 120:
         return f"{minutes} min {rest} s" if rest else f"{minutes} min"
     return f"{minutes // 60} h {minutes % 60} min"
+
+
+def parse_seconds(text: str) -> float:
+    """``90``, ``90s``, ``10m``, ``1.5h``, ``1h30m`` in seconds. Raises ValueError."""
+    found = re.fullmatch(r"(?:([\d.]+)h)?(?:([\d.]+)m(?:in)?)?(?:([\d.]+)s?)?", text.strip())
+    parts = [float(part) if part else 0.0 for part in found.groups()] if found else [0.0]
+    seconds = sum(part * size for part, size in zip(parts, (3600, 60, 1), strict=False))
+    if not seconds > 0:
+        raise ValueError(f"{text!r} is no length of time: write e.g. 10m, 90s or 1h30m")
+    return seconds
 
 
 class Clock:

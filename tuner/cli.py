@@ -1,9 +1,132 @@
-"""Commands of this folder. Light: heavy imports sit inside the commands."""
+"""``vtune optimize``. Light: heavy imports sit inside the command."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 
 def mount(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
+    app.command(no_args_is_help=False)(optimize)
+
+
+def optimize(
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            help="itl, ttft, throughput, or bounds like 'itl_p99<50ms,ttft_p95{class=short}<300ms'. [itl]"
+        ),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="bundled, a directory, a .gguf file or a hub id. [bundled]")
+    ] = None,
+    target: Annotated[
+        str | None,
+        typer.Option(help="bundled, vllm, or a command with {flags} (and {port}) in it. [bundled]"),
+    ] = None,
+    flags: Annotated[
+        str | None,
+        typer.Option(
+            help="Your current command or flags: the baseline, e.g. 'vllm serve M --max-num-seqs 64'."
+        ),
+    ] = None,
+    workload: Annotated[
+        str | None, typer.Option(help="chat, rag, batch, mixed, random or shared-prefix. [mixed]")
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Offered requests/s (Poisson). [70 % of the capacity, found first]"),
+    ] = None,
+    concurrency: Annotated[
+        int | None,
+        typer.Option(min=1, help="A closed loop with so many requests in flight instead of a rate."),
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Time for everything, confirmation included, e.g. 10m. [10m]")
+    ] = None,
+    trials: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many trials beside the baseline, instead of a budget or within it."),
+    ] = None,
+    run_time: Annotated[
+        str | None, typer.Option(help="Length of the load of one measurement, e.g. 20s or 2m. [20s]")
+    ] = None,
+    pairs: Annotated[
+        int | None, typer.Option(min=2, help="Pairs of runs of the confirmation. [3 to 8, by budget]")
+    ] = None,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(help="Leave this flag as it is; 'all' leaves all but --vary. Repeatable."),
+    ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(help="Search this flag too: FLAG, or FLAG=A,B with its values. Repeatable."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the load and of the search. [0]")] = None,
+    study: Annotated[
+        str | None, typer.Option(help="The study's name; an existing one is resumed. [made from the time]")
+    ] = None,
+    storage: Annotated[str | None, typer.Option(help="Optuna RDB URL. [sqlite:///OUT/study.db]")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory for report, records and logs. [vtune-runs/STUDY]")
+    ] = None,
+    start_timeout: Annotated[
+        str, typer.Option(help="How long a server may take until it is healthy.")
+    ] = "10m",
+    json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON on stdout.")] = False,
+) -> None:
+    """Find server flags that meet an SLO, and prove on fresh runs that they do.
+
+    Measures your config, plans the budget, searches, confirms the best config against yours, and writes a
+    report. Ctrl-C stops cleanly; --study NAME goes on. Exit: 0 done, also when nothing beats your config; 1
+    no config holds the SLO; 2 usage; 130 interrupted.
+
+    Examples:
+
+      vtune optimize --slo itl --workload mixed --budget 10m
+
+      vtune optimize --slo 'itl_p99<80ms,ttft_p95{class=short}<500ms' --flags 'vtune serve bundled
+      --max-num-seqs 64'
+
+      vtune optimize --target vllm --model Qwen/Qwen3-8B --slo throughput --trials 20
+
+      vtune optimize --target 'my-server {flags} --port {port}' --fix gpu_memory_utilization --vary
+      block_size=16,32
+
+      vtune optimize --study optimize-20260101-120000
+    """
+    from tuner.budget import parse_seconds
+    from tuner.command import Options, run
+
+    times = {}
+    for option, text in (("--budget", budget), ("--run-time", run_time), ("--start-timeout", start_timeout)):
+        try:
+            times[option] = None if text is None else parse_seconds(text)
+        except ValueError as error:
+            typer.echo(f"error: {option}: {error}", err=True)
+            raise typer.Exit(2) from None
+    options = Options(
+        slo=slo,
+        model=model,
+        target=target,
+        flags=flags,
+        workload=workload,
+        rate=rate,
+        concurrency=concurrency,
+        budget=times["--budget"],
+        trials=trials,
+        run_seconds=times["--run-time"],
+        pairs=pairs,
+        fix=None if not fix else tuple(name.lstrip("-").replace("-", "_") for name in fix),
+        vary=tuple(vary) if vary else None,
+        seed=seed,
+        study=study,
+        storage=storage,
+        out=out,
+        start_timeout=times["--start-timeout"] or 600.0,
+        as_json=json,
+    )
+    raise typer.Exit(run(options))

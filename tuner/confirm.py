@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from loadgen.compare import Comparison
@@ -50,6 +51,8 @@ class Change:
 class Confirmation:
     """What fresh runs say. ``problems`` empty: the candidate is better, and holds every bound."""
 
+    trial: int
+    """The candidate's."""
     changes: tuple[Change, ...]
     problems: tuple[str, ...]
     pairs: int
@@ -65,12 +68,23 @@ class Confirmation:
     def change(self, name: str) -> Change:
         return next(change for change in self.changes if change.metric == name)
 
+    def files(self) -> dict[str, Path]:
+        """Directory of each side's records, relative to the output directory."""
+        return {side: record_directory(self.trial, side) for side in ("before", "after")}
+
     def to_json(self) -> dict[str, Any]:
         return dict(without_nan(asdict(self)))
 
 
-def assess(comparison: Comparison, slo: Slo, seconds: float, baseline_feasible: bool) -> Confirmation:
-    """Judge the pairs of a comparison (A: baseline, B: candidate; loads of ``seconds``) by the SLO.
+def record_directory(trial: int, side: str) -> Path:
+    """Where the runs of a confirmation of ``trial`` are kept; ``side``: before, after."""
+    return Path("confirmation") / f"{trial:03d}-{side}"
+
+
+def assess(
+    comparison: Comparison, slo: Slo, seconds: float, trial: int, baseline_feasible: bool
+) -> Confirmation:
+    """Judge the pairs of a comparison (A: baseline, B: trial ``trial``; loads of ``seconds``) by the SLO.
 
     Where the baseline itself misses the SLO, holding it is what counts, and no gain is asked of the
     objective.
@@ -83,6 +97,7 @@ def assess(comparison: Comparison, slo: Slo, seconds: float, baseline_feasible: 
     if baseline_feasible:
         problems.append(_no_gain(slo, changes[slo.objective.name]))
     return Confirmation(
+        trial=trial,
         changes=tuple(changes.values()),
         problems=tuple(problem for problem in problems if problem),
         pairs=len(comparison.pairs),
@@ -118,7 +133,7 @@ def _missed(bound: Bound, b: Measurement) -> str:
     value = b.value(bound.metric, bound.cls)
     if bound.violation(value) <= 0:
         return ""
-    return f"{bound.name} is {format_value(bound.metric, value)} on fresh runs, the SLO asks for {bound}"
+    return f"{bound.name} is {format_value(bound.metric, value)}, the SLO asks for {bound}"
 
 
 def _no_gain(slo: Slo, change: Change) -> str:
@@ -127,4 +142,4 @@ def _no_gain(slo: Slo, change: Change) -> str:
     gain, worst = (1 - change.ratio, 1 - change.high) if lower else (change.ratio - 1, change.low - 1)
     if worst > 0 and gain >= MIN_GAIN:
         return ""
-    return f"{change.metric} {change} on fresh runs: no proven gain of {MIN_GAIN:.0%} or more"
+    return f"{change.metric} {change}: no proven gain of {100 * MIN_GAIN:g} % or more"

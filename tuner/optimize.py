@@ -15,7 +15,7 @@ from loadgen.compare import compare
 from loadgen.target import OpenTarget, TargetFailed
 from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload, preset
 from tuner.budget import Clock, Plan, choose_pairs
-from tuner.confirm import Confirmation, assess
+from tuner.confirm import Confirmation, assess, record_directory
 from tuner.job import Job
 from tuner.load import Load
 from tuner.measure import goodput_bounds
@@ -254,7 +254,7 @@ class Optimizer:
         self.observer.trial_begins(proposal.number, changes, proposal.origin)
         try:
             result = self.bench.trial(
-                proposal, self._flags(proposal.config), self._load, self.rungs, self._criteria(), server
+                proposal, self.flags(proposal.config), self._load, self.rungs, self._criteria(), server
             )
         except (KeyboardInterrupt, SetupFailed) as error:
             self.study.interrupt(proposal, type(error).__name__)
@@ -270,7 +270,7 @@ class Optimizer:
         if best is not None and (before is None or best.number != before.number):
             self.observer.incumbent(best, describe_trial(best, self.slo.objective))
 
-    def _flags(self, config: Config) -> dict[str, Any]:
+    def flags(self, config: Config) -> dict[str, Any]:
         """What is given on the command line: the user's flags, and what differs from them."""
         changed = {flag: new for flag, (_, new) in self.study.space.changes(config).items()}
         return {flag: value for flag, value in {**self.job.flags, **changed}.items() if value is not None}
@@ -316,7 +316,7 @@ class Optimizer:
                 comparison = compare(
                     self.bench.target,
                     self.job.flags,
-                    self._flags(best.config),
+                    self.flags(best.config),
                     lambda seed: load.confirmation(seed, seconds),
                     seeds=seeds,
                     metrics=[],
@@ -329,9 +329,9 @@ class Optimizer:
                 raise SetupFailed(f"confirmation: {failure.detail}\n{failure.log_tail}".strip()) from None
             return f"{failure.reason}: {failure.detail}"
         for pair in comparison.pairs:
-            pair.a.save(self.bench.out / "confirmation" / f"{pair.seed}-baseline.json")
-            pair.b.save(self.bench.out / "confirmation" / f"{pair.seed}-best.json")
-        return assess(comparison, self.slo, seconds, baseline.feasible)
+            for side, records in (("before", pair.a), ("after", pair.b)):
+                records.save(self.bench.out / record_directory(best.number, side) / f"{pair.seed}.json")
+        return assess(comparison, self.slo, seconds, best.number, baseline.feasible)
 
     def _confirming(self, done: int, planned: int, what: str) -> None:
         self.observer.budget(self.clock.spent, self.job.budget)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tuner.confirm import Change, Confirmation
 from tuner.result import TrialResult
-from tuner.slo import Objective, Slo, format_value
+from tuner.slo import STATISTICS, Objective, Slo, format_value
 from tuner.space import Space
 from tuner.study import describe_changes
 
@@ -35,11 +35,13 @@ class Outcome:
 
 
 def label(metric: str) -> str:
-    """``itl_p99`` -> ``ITL P99``; a class stays: ``TTFT P95{class=short}``."""
+    """``itl_p99`` -> ``ITL P99``, ``ttft_p95{class=short}`` -> ``TTFT P95{class=short}``."""
     name, brace, cls = metric.partition("{")
     family, _, statistic = name.rpartition("_")
-    text = f"{LABELS.get(family, family.replace('_', ' '))} {statistic.upper()}" if family else name
-    return (text if name not in ("request_rate",) else "request rate") + brace + cls
+    if statistic not in STATISTICS:
+        family, statistic = name, ""
+    text = f"{LABELS.get(family, family.replace('_', ' '))} {statistic.upper()}".strip()
+    return text + brace + cls
 
 
 def better(best: TrialResult, space: Space, slo: Slo, confirmation: Confirmation, ended: str) -> Outcome:

@@ -33,7 +33,7 @@ BASELINE = "baseline"
 SAMPLER = "sampler"
 RULE = "rule"
 
-TIE = 0.05
+TIE = 0.1
 """Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
 STARTUP_TRIALS = 5
 """So many are told before the sampler's model replaces chance."""

@@ -1,0 +1,319 @@
+"""``vtune optimize`` behind its options: from words to a job, its study, and a report."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import re
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+from rich.console import Console
+
+from loadgen.flags import FlagError, ServerCommand, parse_command
+from loadgen.target import Target
+from loadgen.targets.server import ServerTarget
+from loadgen.workload import PRESETS as WORKLOADS
+from tuner.display import make_observer
+from tuner.interrupts import Interrupts
+from tuner.job import DEFAULT_BUDGET, Job, JobError
+from tuner.launch import BUNDLED_HUB_ID, launch
+from tuner.optimize import Optimizer
+from tuner.outcome import Outcome
+from tuner.report import Facts, write_report
+from tuner.slo import SloError, parse_slo
+from tuner.space import SpaceError, build_space, effective
+from tuner.study import StudyError, open_storage, open_study
+from tuner.trial import Bench, SetupFailed
+
+RUNS = Path("vtune-runs")
+OURS = ("port", "host", "uds")
+"""Flags of a server that the tuner sets itself."""
+
+
+class UsageError(Exception):
+    """Something the user wrote; the message says what, and what to write instead."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line as given: None where an option was left out."""
+
+    slo: str | None = None
+    model: str | None = None
+    target: str | None = None
+    flags: str | None = None
+    workload: str | None = None
+    rate: float | None = None
+    concurrency: int | None = None
+    budget: float | None = None
+    trials: int | None = None
+    run_seconds: float | None = None
+    pairs: int | None = None
+    fix: tuple[str, ...] | None = None
+    vary: tuple[str, ...] | None = None
+    seed: int | None = None
+    study: str | None = None
+    storage: str | None = None
+    out: Path | None = None
+    start_timeout: float = 600.0
+    as_json: bool = False
+
+
+def run(options: Options) -> int:
+    """Run or resume a study; returns the exit code. Everything but the verdict goes to stderr."""
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    console = Console(stderr=True)
+    try:
+        return _run(options, console)
+    except (UsageError, SloError, SpaceError, JobError, StudyError, FlagError, SetupFailed) as error:
+        console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(options: Options, console: Console) -> int:
+    name = options.study or time.strftime("optimize-%Y%m%d-%H%M%S")
+    out = options.out or RUNS / name
+    url = options.storage or f"sqlite:///{out / 'study.db'}"
+    job = new_job(options)  # before anything is created, so that a typing error leaves nothing behind
+    slo = parse_slo(job.slo)
+    with _locked(out), _storage(url) as storage:
+        resumed = options.study is not None and name in optuna.get_all_study_names(storage)
+        if resumed:
+            job = resumed_job(optuna.load_study(study_name=name, storage=storage), options)
+            slo = parse_slo(job.slo)
+        record = open_study(storage, name, slo.objective)
+        record.set_user_attr("job", job.to_json())
+        target = make_target(job, out, options.start_timeout)
+        with Interrupts() as interrupts, make_observer(console, f"vtune optimize: {name}") as observer:
+            observer.note(f"{'resuming' if resumed else 'study'} {name}: {slo.describe()}")
+            optimizer = Optimizer(job, Bench(target, observer, interrupts, out), record)
+            try:
+                outcome = optimizer.run()
+            except KeyboardInterrupt:
+                outcome = optimizer.interrupted()
+            except SetupFailed:
+                observer.note(f"what was measured is kept; go on with: {_resume_command(name, options)}")
+                raise
+        paths = _report(name, optimizer, outcome, target, out)
+        _print_verdict(outcome, optimizer, target, paths, console, options.as_json)
+        if outcome.kind == "interrupted":
+            console.print(f"go on with: {_resume_command(name, options)}", markup=False, soft_wrap=True)
+        return outcome.exit_code
+
+
+def new_job(options: Options) -> Job:
+    """The job that the options describe. Raises UsageError, SloError, SpaceError, FlagError."""
+    command = parse_command(options.flags) if options.flags else ServerCommand("")
+    target = options.target or "bundled"
+    slo = parse_slo(options.slo or "itl")
+    if options.rate is not None and options.concurrency is not None:
+        raise UsageError("--rate and --concurrency: a load is either open or closed. Give one of them.")
+    if slo.saturated and options.rate is not None:
+        raise UsageError(f"--slo {slo.text} is measured at saturation: give --concurrency, or neither.")
+    workload = options.workload or "mixed"
+    if workload not in WORKLOADS:
+        raise UsageError(f"--workload {workload}: unknown. Known: {', '.join(WORKLOADS)}.")
+    job = Job(
+        slo=slo.text,
+        target=target,
+        model=options.model or command.model or "bundled",
+        flags={name: value for name, value in command.flags.items() if name not in OURS},
+        workload=workload,
+        rate=options.rate,
+        concurrency=options.concurrency,
+        budget=options.budget or (None if options.trials else DEFAULT_BUDGET),
+        trials=options.trials,
+        run_seconds=options.run_seconds or Job.run_seconds,
+        pairs=options.pairs,
+        fix=tuple(options.fix or ()),
+        vary=_vary(options.vary or ()),
+        seed=options.seed or 0,
+    )
+    _check_target(job)
+    baseline = effective(job.flags, job.server)
+    for flag in ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization"):
+        if not isinstance(baseline[flag], int | float):
+            raise UsageError(f"--flags: {flag} is {baseline[flag]!r}, but must be a number to be tuned.")
+    build_space(baseline, 1 << 15, fix=job.fix, vary=job.vary)
+    return job
+
+
+def resumed_job(record: optuna.Study, options: Options) -> Job:
+    """The study's own job; only budget and number of trials may be given anew. Raises UsageError,
+    JobError.
+    """
+    saved = record.user_attrs.get("job")
+    if saved is None:
+        raise UsageError(
+            f"--study {record.study_name}: exists, but was not made by vtune. Choose another name."
+        )
+    job = Job.from_json(saved)
+    asked = new_job(options).to_json()
+    given = [name for name in sorted(_FIXED) if getattr(options, name) is not None]
+    differing = [name for name in given if asked[name] != job.to_json()[name]]
+    if differing:
+        words = ", ".join(f"--{name.replace('_', '-')}" for name in differing)
+        raise UsageError(
+            f"--study {record.study_name} was begun with other values of {words}. Leave them out to resume "
+            "it, or choose another --study name."
+        )
+    if options.budget is None and options.trials is None:
+        return job
+    return replace(job, budget=options.budget, trials=options.trials)
+
+
+_FREE = {"budget", "trials", "study", "storage", "out", "start_timeout", "as_json"}
+_FIXED = {f.name for f in fields(Options)} - _FREE
+
+
+def make_target(job: Job, out: Path, start_timeout: float) -> Target:
+    settings: dict[str, Any] = {"log_dir": out / "logs", "start_timeout": start_timeout}
+    if job.target == "bundled":
+        return ServerTarget.bundled(job.model, **settings)
+    if job.target == "vllm":
+        return ServerTarget.vllm(BUNDLED_HUB_ID if job.model == "bundled" else job.model, **settings)
+    return ServerTarget(job.target, **settings)
+
+
+def _check_target(job: Job) -> None:
+    """Raises UsageError for a target that cannot be started with flags."""
+    target = job.target
+    if target in ("bundled", "vllm"):
+        return
+    if target.startswith(("http://", "https://")):
+        raise UsageError(
+            f"--target {target}: a server that is running already cannot be restarted with other flags. "
+            f"Measure it with 'vtune bench run --url {target}', or give the command that starts it."
+        )
+    if "{flags}" not in target:
+        raise UsageError(
+            f"--target {target!r}: unknown. Give bundled, vllm, or a command with {{flags}} where the flags "
+            "go, e.g. 'my-server --model M {flags} --port {port}'."
+        )
+    tuned = effective({}, "vllm")
+    fixed = [f for f in tuned if re.search(rf"--{f.replace('_', '[-_]')}\b", target)]
+    if fixed:
+        raise UsageError(
+            f"--target sets --{fixed[0].replace('_', '-')} itself: move it to --flags, the baseline."
+        )
+
+
+def _vary(words: tuple[str, ...]) -> dict[str, tuple[Any, ...] | None]:
+    """``max_num_seqs`` or ``block_size=16,32``, with dashes or underscores."""
+    found: dict[str, tuple[Any, ...] | None] = {}
+    for word in words:
+        name, has_values, text = word.partition("=")
+        flag = name.strip().lstrip("-").replace("-", "_")
+        values = tuple(_value(item) for item in text.split(",") if item.strip())
+        if has_values and not values:
+            raise UsageError(f"--vary {word}: no values after the =. Write --vary {name}=A,B.")
+        found[flag] = values if has_values else None
+    return found
+
+
+def _value(text: str) -> Any:
+    """A number or a switch where it looks like one, else the text."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text.strip().lower())
+    return text.strip()
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """One process a study; a lock that ends with the process, however that ends."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lock = open(out / ".lock", "w")  # noqa: SIM115
+    except OSError as error:
+        raise UsageError(f"--out {out}: {error.strerror}. Choose a directory that can be written.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"{out} is in use by another vtune. Wait for it, or choose another --study."
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def _storage(url: str) -> Iterator[optuna.storages.BaseStorage]:
+    storage = open_storage(url)
+    try:
+        yield storage
+    finally:
+        storage.remove_session()
+        if isinstance(storage, optuna.storages.RDBStorage):
+            storage.engine.dispose()
+
+
+def _report(name: str, optimizer: Optimizer, outcome: Outcome, target: Target, out: Path) -> list[Path]:
+    """Write the report; nothing, where not even the baseline was begun."""
+    if not hasattr(optimizer, "study"):
+        return []
+    job, study = optimizer.job, optimizer.study
+    best = outcome.best
+    facts = Facts(
+        study=name,
+        slo=optimizer.slo,
+        space=study.space,
+        outcome=outcome,
+        results=study.results,
+        importances=study.importances(),
+        baseline_launch=launch(target.launch_command(job.flags), job.model, job.flags),
+        best_launch=_launch(optimizer, target, best.config) if best else None,
+        load=optimizer.load.description if optimizer.survey.rate or optimizer.survey.concurrency else "none",
+        survey=optimizer.survey.describe() if optimizer.survey.capacity else "the load was given",
+        plan=optimizer.plan.describe() if optimizer.plan else "",
+        seconds=optimizer.clock.spent,
+        target=target.name,
+        out=out,
+    )
+    return write_report(facts)
+
+
+def _launch(optimizer: Optimizer, target: Target, config: Mapping[str, Any]) -> Any:
+    flags = optimizer.flags(config)
+    return launch(target.launch_command(flags), optimizer.job.model, flags)
+
+
+def _print_verdict(
+    outcome: Outcome, optimizer: Optimizer, target: Target, paths: list[Path], console: Console, as_json: bool
+) -> None:
+    """The verdict on stdout; where the report lies on stderr."""
+    if as_json:
+        report = next((path for path in paths if path.suffix == ".json"), None)
+        text = (
+            report.read_text()
+            if report
+            else json.dumps({"verdict": outcome.kind, "sentence": outcome.sentence})
+        )
+        sys.stdout.write(text.rstrip() + "\n")
+    else:
+        lines = [outcome.sentence]
+        if outcome.best is not None:
+            lines.append(f"launch with: {target.launch_command(optimizer.flags(outcome.best.config))}")
+            lines.append(f"roll back with: {target.launch_command(optimizer.job.flags)}")
+        sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.flush()
+    for path in paths:
+        console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _resume_command(name: str, options: Options) -> str:
+    words = ["vtune", "optimize", "--study", name]
+    if options.out is not None:
+        words += ["--out", str(options.out)]
+    if options.storage is not None:
+        words += ["--storage", options.storage]
+    return shlex.join(words)
