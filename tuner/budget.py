@@ -14,6 +14,10 @@ PAUSE = 2.0
 """Seconds around a run that are not the run: drawing the schedule, warm-up, scrapes, parsing."""
 
 
+_NUMBER = r"(\d+\.?\d*)"
+_LENGTH = rf"(?:{_NUMBER}h)?(?:{_NUMBER}m(?:in)?)?(?:{_NUMBER}s?)?"
+
+
 def format_seconds(seconds: float) -> str:
     """``42 s``, ``9 min 30 s``, ``2 h 5 min``."""
     whole = round(seconds)
@@ -27,7 +31,7 @@ def format_seconds(seconds: float) -> str:
 
 def parse_seconds(text: str) -> float:
     """``90``, ``90s``, ``10m``, ``1.5h``, ``1h30m`` in seconds. Raises ValueError."""
-    found = re.fullmatch(r"(?:([\d.]+)h)?(?:([\d.]+)m(?:in)?)?(?:([\d.]+)s?)?", text.strip())
+    found = re.fullmatch(_LENGTH, text.strip())
     parts = [float(part) if part else 0.0 for part in found.groups()] if found else [0.0]
     seconds = sum(part * size for part, size in zip(parts, (3600, 60, 1), strict=False))
     if not seconds > 0:

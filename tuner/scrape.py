@@ -40,7 +40,7 @@ def _samples(text: str) -> dict[str, float]:
     """Sums over engines of the wanted metrics of one scrape."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
-        name = family.name.removeprefix("vllm:")
+        name = family.name.removeprefix("vllm:").removesuffix("_total")
         if name not in ("num_preemptions", "num_requests_running", "cache_config_info"):
             continue
         for sample in family.samples:

@@ -31,12 +31,14 @@ from tuner.space import Config, Space, config_key, render_value
 
 BASELINE = "baseline"
 SAMPLER = "sampler"
+NEAR_BEST = "sampler, near the best"
 RULE = "rule"
 
 TIE = 0.1
 """Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
 STARTUP_TRIALS = 5
 """So many are told before the sampler's model replaces chance."""
+FREE_AXES = 2
 FRUITLESS = 5
 """After so many proposals in a row that cannot be launched, an untried config is drawn at random."""
 MAX_DEATHS = 1
@@ -86,6 +88,7 @@ class Study:
         told = len(study.get_trials(deepcopy=False))
         study.sampler = optuna.samplers.TPESampler(seed=seed + told, n_startup_trials=STARTUP_TRIALS)
         self._rng = random.Random(seed + told)
+        self._near = False
 
     @property
     def optuna(self) -> optuna.Study:
@@ -120,6 +123,8 @@ class Study:
         Proposals that break a rule or repeat an earlier config are told on the spot and cost no launch.
         """
         for _ in range(FRUITLESS):
+            if not self._queued():
+                self._enqueue_near_best()
             proposal = self._ask()
             while proposal is None and self._queued():
                 proposal = self._ask()
@@ -222,6 +227,21 @@ class Study:
             return None
         trial.set_user_attr("config", config)
         return proposal
+
+    def _enqueue_near_best(self) -> None:
+        """Every other time, let the sampler move only FREE_AXES of the best config.
+
+        In a space of many knobs a free proposal changes nearly all of them at once, most to no effect; and
+        what is recommended in the end should change few.
+        """
+        best = self.best()
+        self._near = not self._near
+        if best is None or not self._near:
+            return
+        params = self.space.params(best.config)
+        for name in self._rng.sample(sorted(params), min(FREE_AXES, len(params))):
+            del params[name]
+        self._study.enqueue_trial(params, user_attrs={"origin": NEAR_BEST})
 
     def _earlier(self, config: Config) -> TrialResult | None:
         """The first trial of the same config that came to something."""

@@ -1,0 +1,58 @@
+import math
+
+import pytest
+
+from tuner.result import Measurement, Reading
+from tuner.rungs import Rungs, reason_to_stop
+from tuner.slo import NO_BACKLOG, NO_FAILURE, Bound, Objective
+
+ITL = Objective("itl_p99", "minimize")
+
+
+def short(**readings):
+    return Measurement({name: Reading(*values) for name, values in readings.items()}, window=8.0)
+
+
+def test_two_rungs_make_one_measurement():
+    rungs = Rungs.of(20.0)
+    assert rungs.short < rungs.rest
+    assert rungs.seconds == pytest.approx(20.0)
+
+
+def test_a_bound_that_the_interval_excludes_ends_the_trial():
+    measured = short(ttft_p95=(0.9, 100, 0.7, 1.2))
+    reason = reason_to_stop(measured, (Bound("ttft_p95", "<=", 0.5),), ITL, None)
+    assert reason == "SLO missed: ttft_p95 is at least 700 ms (95 %), the bound is 500 ms"
+
+
+def test_a_bound_inside_the_interval_does_not():
+    measured = short(ttft_p95=(0.9, 100, 0.4, 1.2))
+    assert reason_to_stop(measured, (Bound("ttft_p95", "<=", 0.5),), ITL, None) == ""
+
+
+def test_too_few_samples_for_an_interval_prove_nothing():
+    measured = short(ttft_p95=(0.9, 5, math.nan, math.nan))
+    assert reason_to_stop(measured, (Bound("ttft_p95", "<=", 0.5),), ITL, None) == ""
+
+
+def test_a_failed_request_proves_a_miss_and_a_backlog_does_not():
+    measured = short(failed=(1.0, 50), backlog=(9.0, 50))
+    assert reason_to_stop(measured, (NO_FAILURE,), ITL, None) == "SLO missed: 1 requests failed"
+    assert reason_to_stop(measured, (NO_BACKLOG,), ITL, None) == ""
+
+
+def test_throughput_is_not_judged_early():
+    measured = short(throughput=(10.0, 50, 9.0, 11.0))
+    assert reason_to_stop(measured, (Bound("throughput", ">=", 100),), ITL, None) == ""
+    rate = Objective("throughput", "maximize")
+    assert reason_to_stop(measured, (), rate, short(throughput=(100.0, 50, 99.0, 101.0))) == ""
+
+
+@pytest.mark.parametrize(("low", "stops"), [(0.14, True), (0.11, False)])
+def test_out_of_reach_of_the_incumbent_needs_an_interval_and_a_margin(low, stops):
+    measured = short(itl_p99=(0.2, 1000, low, 0.3))
+    reason = reason_to_stop(measured, (), ITL, short(itl_p99=(0.1, 1000, 0.09, 0.11)))
+    assert bool(reason) == stops
+    assert (
+        not stops or reason == "out of reach: itl_p99 is at least 140 ms (95 %), the best so far has 100 ms"
+    )

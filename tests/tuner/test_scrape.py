@@ -1,0 +1,31 @@
+from tuner.scrape import ServerFigures, read_figures
+
+SCRAPE = """# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0"}} {running}
+vllm:num_requests_running{{engine="1"}} 1.0
+# TYPE vllm:num_preemptions counter
+vllm:num_preemptions_total{{engine="0"}} {preempted}
+vllm:num_preemptions_created{{engine="0"}} 1.7e9
+# TYPE vllm:cache_config_info gauge
+vllm:cache_config_info{{block_size="16",num_gpu_blocks="101"}} 1.0
+"""
+
+
+def test_figures_of_a_run():
+    scrapes = [(at, SCRAPE.format(running=at, preempted=3 + at)) for at in (0, 4, 2)]
+    assert read_figures(scrapes) == ServerFigures(kv_tokens=1600, peak_running=5, preemptions=2)
+
+
+def test_what_is_not_there_is_none_and_not_zero():
+    assert read_figures([(0, "")]) == ServerFigures()
+    assert read_figures([]) == ServerFigures()
+
+
+def test_the_log_stands_in_for_the_pool():
+    log = "INFO GPU KV cache size: 12,345 tokens\nINFO KV cache: 23,456 tokens, max concurrency 2.9x"
+    assert read_figures([], log).kv_tokens == 23456
+
+
+def test_other_values_of_the_cache_info_are_no_pool():
+    unknown = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0\n'
+    assert read_figures([(0, "# TYPE vllm:cache_config_info gauge\n" + unknown)]).kv_tokens is None
