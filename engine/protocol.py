@@ -101,7 +101,7 @@ class Fields:
 
     def refuse(self, name: str, rule: str) -> RequestError:
         value = self._body.get(name)
-        shown = value if isinstance(value, bool | int | float) else _kind(value)
+        shown = json.dumps(value) if isinstance(value, bool | int | float) else _kind(value)
         return RequestError(f"{self._prefix}{name} {rule}, got {shown}", f"{self._prefix}{name}")
 
     def boolean(self, name: str, default: bool = False) -> bool:
@@ -117,7 +117,8 @@ class Fields:
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.refuse(name, "must be an integer")
         if not low <= value <= high:
-            limits = f"at least {low}" if high == INT64 - 1 else f"between {low} and {high}"
+            open_ended = value < low and high == INT64 - 1
+            limits = f"at least {low}" if open_ended else f"between {low} and {high}"
             raise self.refuse(name, f"must be {limits}")
         return value
 

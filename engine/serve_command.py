@@ -19,7 +19,7 @@ MODEL is "bundled" (a small real model, fetched once), a Hugging Face checkpoint
 a hub id. Flags may be written with - or _; numbers of tokens as 8k (8,000) or 8K (8,192).
 
 GET /health answers 200 when the server is ready. Exit codes: 0 stopped by SIGTERM, 130 by Ctrl-C, 1 the \
-engine died (after 10 s of answering 503), 2 wrong flag, port in use, or no such model.
+engine died (after 5 s of answering 503), 2 wrong flag, port in use, or no such model.
 
 Examples:
 

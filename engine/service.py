@@ -32,7 +32,7 @@ from engine.server import ModelPaths, ServerOptions
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("vtune.service")
-DEAD_SECONDS = 10.0
+DEAD_SECONDS = 5.0
 """How long the server answers 503 after its engine has died."""
 GRACE_SECONDS = 3
 """How long a stopping server waits for connections that do not read what they are sent."""

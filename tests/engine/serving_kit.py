@@ -23,7 +23,8 @@ VTUNE = str(Path(sys.executable).with_name("vtune"))
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 EOS = 128
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 START_SECONDS = 60
@@ -90,9 +91,7 @@ class HashRunner:
             for item in plan.scheduled
             if item.emits
         }
-        logprobs = {
-            request_id: [TokenLogprobs(tokens[0], -0.5, 1)] for request_id, tokens in chosen.items()
-        }
+        logprobs = {request_id: [TokenLogprobs(tokens[0], -0.5, 1)] for request_id, tokens in chosen.items()}
         return StepResult(chosen, logprobs=logprobs if self._logprobs else {})
 
 
@@ -161,7 +160,8 @@ def _healthy(url: str) -> bool:
 def serving(model: Path, log: Path, *flags: str, load_format: str = "dummy") -> Iterator[Server]:
     """``vtune serve MODEL --load-format dummy`` on a free port; its log goes to the file ``log``."""
     command = [VTUNE, "serve", str(model), "--port", "0", "--load-format", load_format]
-    command += ["--device-memory", "256MiB", "--max-num-batched-tokens", "256", "--max-num-seqs", "16", *flags]
+    command += ["--device-memory", "256MiB", "--max-num-batched-tokens", "256", "--max-num-seqs", "16"]
+    command += flags
     with log.open("wb") as stream:
         process = subprocess.Popen(command, stdout=stream, stderr=stream, stdin=subprocess.DEVNULL)
     try:

@@ -1,0 +1,188 @@
+"""How a server starts, fails, stops and dies; each test has servers of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from serving_kit import VTUNE, Server, make_model, process_alive, serving, wait_until
+
+LONG = {"prompt": "a" * 100, "max_tokens": 1900, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def server(model: Path, tmp_path: Path) -> Iterator[Server]:
+    with serving(model, tmp_path / "log") as running:
+        yield running
+
+
+def refused(*arguments: str) -> str:
+    """The message of a ``vtune serve`` that exits with 2."""
+    result = subprocess.run([VTUNE, "serve", *arguments], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    return re.sub(r"[\s│]+", " ", result.stderr)
+
+
+def test_ctrl_c_stops_it_with_130(server: Server) -> None:
+    engine = server.engine_pid
+    assert server.stop(signal.SIGINT) == 130
+    assert not process_alive(engine)
+    assert "Traceback" not in server.log
+
+
+def test_sigterm_fails_what_runs_and_stops_with_0(server: Server) -> None:
+    engine = server.engine_pid
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        name = client.models.list().data[0].id
+        stream = client.completions.create(
+            model=name, prompt="a", max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(stream)
+        server.process.terminate()
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
+    assert server.process.wait(30) == 0
+    assert not process_alive(engine)
+    assert "Traceback" not in server.log
+
+
+def test_a_killed_engine_fails_requests_and_health_and_then_the_server(server: Server) -> None:
+    whole: list[httpx.Response] = []
+    waiting = threading.Thread(
+        target=lambda: whole.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60))
+    )
+    waiting.start()
+    server.wait_for(lambda m: m["vllm:num_requests_running"] == 1, "one runs")
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as stream:
+        lines = stream.iter_lines()
+        assert next(lines).startswith('data: {"id"')
+        os.kill(server.engine_pid, signal.SIGKILL)
+        *_, error, done = [line for line in lines if line]
+    assert done == "data: [DONE]"
+    assert "killed by SIGKILL" in json.loads(error.removeprefix("data: "))["error"]["message"]
+    waiting.join(30)
+    assert whole[0].status_code == 503
+    assert whole[0].json()["error"]["type"] == "EngineDeadError"
+    assert httpx.get(f"{server.url}/health").status_code == 503
+    assert httpx.post(f"{server.url}/v1/completions", json=LONG).status_code == 503
+    assert httpx.get(f"{server.url}/metrics").status_code == 200
+    assert server.process.wait(30) == 1
+
+
+def test_the_engine_leaves_when_its_server_is_killed(server: Server) -> None:
+    engine = server.engine_pid
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}) as stream:
+        next(stream.iter_lines())
+        server.process.kill()
+        wait_until(lambda: not process_alive(engine), "the engine is gone")
+
+
+def test_http_answers_during_a_long_step(tmp_path: Path) -> None:
+    """One step of 4,000 tokens: health and metrics answer several times before it ends."""
+    big = make_model(
+        tmp_path / "big",
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=4096,
+    )
+    flags = ("--device-memory", "2GiB", "--max-num-batched-tokens", "4096")
+    with serving(big, tmp_path / "log", *flags) as server:
+        done = threading.Event()
+
+        def ask() -> None:
+            httpx.post(
+                f"{server.url}/v1/completions", json={"prompt": "a" * 4000, "max_tokens": 1}, timeout=60
+            )
+            done.set()
+
+        request = threading.Thread(target=ask)
+        request.start()
+        answers = 0
+        while not done.is_set():
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            assert "vllm:num_requests_running" in httpx.get(f"{server.url}/metrics").text
+            answers += 1
+        request.join()
+        assert answers >= 3
+
+
+def test_a_port_in_use_is_refused_before_the_model_is_loaded(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        message = refused(str(model), "--load-format", "dummy", "--port", str(port))
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in message
+    assert "EngineCore" not in message
+
+
+def test_wrong_flags_and_models(model: Path, tmp_path: Path) -> None:
+    assert "'maybe' is not one of" in refused(str(model), "--dtype", "maybe")
+    assert "did you mean --max-num-seqs?" in refused(str(model), "--max-num-sequences", "4")
+    assert "is a flag of vLLM that this engine does not have" in refused(
+        str(model), "--tensor-parallel-size", "2"
+    )
+    assert "must be at least max_num_seqs (512)" in refused(
+        str(model), "--max_num_seqs=512", "--max_num_batched_tokens=256"
+    )
+    missing = refused(str(tmp_path / "nothing"), "--port", "0")
+    assert "no such file or directory" in missing
+    # Known only when the model is: the child says it, the parent passes it on.
+    too_long = refused(str(model), "--load-format", "dummy", "--port", "0", "--max-model-len", "4096")
+    assert "--max-model-len 4096" in too_long
+    small = refused(str(model), "--load-format", "dummy", "--port", "0", "--num-gpu-blocks-override", "5")
+    assert "--num-gpu-blocks-override 5" in small
+
+
+def test_api_key_priority_and_speculation(model: Path, tmp_path: Path) -> None:
+    speculation = '{"method": "ngram", "num_speculative_tokens": 3}'
+    flags = ("--api-key", "secret", "--scheduling-policy", "priority", "--speculative-config", speculation)
+    with serving(model, tmp_path / "log", *flags) as server:
+        assert "secret" not in server.log
+        body = {"prompt": "ab" * 20, "max_tokens": 30, "temperature": 0, "ignore_eos": True, "priority": -1}
+        url = f"{server.url}/v1/completions"
+        assert httpx.post(url, json=body).status_code == 401
+        assert httpx.post(url, json=body, headers={"authorization": "Bearer wrong"}).status_code == 401
+        answer = httpx.post(url, json=body, headers={"authorization": "Bearer secret"})
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 30
+        metrics = server.metrics()
+        drafted = metrics["vllm:spec_decode_num_draft_tokens_total"]
+        assert metrics["vllm:spec_decode_num_drafts_total"] <= drafted
+        accepted = [
+            metrics[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}"}}'] for i in range(3)
+        ]
+        assert sum(accepted) == metrics["vllm:spec_decode_num_accepted_tokens_total"] <= drafted
+
+
+def test_a_stalled_client_does_not_stop_the_others(server: Server) -> None:
+    """It never reads what it is sent; the others, and the server's end, do not wait for it."""
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({**LONG, "stream": True, "n": 8, "logprobs": 20}).encode()
+    with socket.socket() as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        stalled.connect((host, int(port)))
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        stalled.sendall(head.encode() + body)
+        server.wait_for(lambda m: m["vllm:num_requests_running"] == 8, "the stalled one runs")
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 5}, timeout=30)
+        assert answer.status_code == 200
+        assert server.stop() == 0
