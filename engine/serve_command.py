@@ -181,7 +181,7 @@ def _unknown_flag(flag: str) -> str:
 def _non_default(context: typer.Context, given: Mapping[str, Any]) -> dict[str, Any]:
     """What was set on the command line, as vLLM logs it; keys are not for logs."""
     defaults = {parameter.name: parameter.default for parameter in context.command.params}
-    shown = {name: value for name, value in given.items() if value and value != defaults.get(name)}
+    shown = {name: value for name, value in given.items() if value not in (defaults.get(name), ())}
     if shown.get("api_key"):
         shown["api_key"] = "***"
     if isinstance(speculation := shown.get("speculative_config"), SpeculativeConfig):
