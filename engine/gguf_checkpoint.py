@@ -48,7 +48,7 @@ class GgufCheckpoint:
             self._reader: GGUFReader = GGUFReader(path)
         except (OSError, ValueError, IndexError, KeyError) as error:
             raise GgufError(f"{path}: not a readable GGUF file ({error})") from None
-        self._fields = {name: field for name, field in self._reader.fields.items()}
+        self._fields = dict(self._reader.fields.items())
         architecture = self._value("general.architecture")
         if architecture != "llama":
             raise GgufError(

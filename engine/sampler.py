@@ -1,8 +1,8 @@
 """Logits to tokens, over the whole batch, with vLLM's meaning of every parameter.
 
 Order: raw logprobs, ``min_tokens`` mask, penalties, temperature, min-p, top-k, top-p, draw.
-A draw needs one uniform number. For a request with a seed it is a hash of the seed and the token's place in the
-output, so that the text does not depend on batching, preemption or speculation.
+A draw needs one uniform number. For a request with a seed it is a hash of the seed and the token's place in
+the output, so that the text does not depend on batching, preemption or speculation.
 """
 
 from __future__ import annotations

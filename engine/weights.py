@@ -1,4 +1,4 @@
-"""Checkpoints: where a model's config and tensors come from (safetensors, GGUF, or random for a given config)."""
+"""Checkpoints: a model's config and tensors, from safetensors, from GGUF, or random for a given config."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ class SafetensorsCheckpoint:
 
 
 class DummyCheckpoint:
-    """Random weights for a config: normal with deviation 0.02, norms one, biases zero; the same for a seed."""
+    """Random weights for a config: normal, deviation 0.02; norms one, biases zero. One seed, one model."""
 
     def __init__(self, path: Path, seed: int = 0) -> None:
         self.config = read_json(path / "config.json" if path.is_dir() else path)

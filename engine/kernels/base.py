@@ -41,8 +41,8 @@ class AttentionShape:
 class Batch:
     """One step's tokens, the sequences laid end to end. All arrays are int32.
 
-    Of sequence ``s`` this step computes tokens ``query_start[s] : query_start[s + 1]`` of the batch; with them
-    it is ``context_lens[s]`` tokens long, kept in blocks ``tables[table_start[s] : table_start[s + 1]]``.
+    Of sequence ``s`` this step computes tokens ``query_start[s] : query_start[s + 1]`` of the batch; with
+    them it is ``context_lens[s]`` tokens long, kept in blocks ``tables[table_start[s] : table_start[s + 1]]``.
     """
 
     positions: Int32
@@ -109,7 +109,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def rope_and_store(self, qkv: torch.Tensor, cache: Any, step: Any) -> None:
-        """Rotate q in place; rotate k and write it, with v, to each token's slot."""
+        """Rotate q in place; rotate k and write it, with v, to each token's slot. Leaves k undefined."""
 
     @abstractmethod
     def attention(self, qkv: torch.Tensor, cache: Any, step: Any, out: torch.Tensor) -> None:

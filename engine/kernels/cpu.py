@@ -1,4 +1,4 @@
-"""The torch path of the CPU: works everywhere, and is the reference that the C++ kernels are tested against."""
+"""The torch path of the CPU: works everywhere, and is what the C++ kernels are tested against."""
 
 from __future__ import annotations
 

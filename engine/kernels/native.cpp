@@ -18,6 +18,8 @@
 #include <limits>
 #include <mutex>
 #include <thread>
+#include <tuple>
+#include <utility>
 
 namespace {
 
@@ -31,6 +33,7 @@ constexpr int TILE_ROWS = 8;       // rows computed together: 8 x 3 sums, and 4 
 constexpr int QUERY_ROWS = 4;      // the same for attention: 4 queries x 4 vectors
 constexpr int KEY_VECTORS = 4;
 constexpr int KEYS = KEY_VECTORS * LANES;  // keys between two updates of the running softmax
+constexpr int MAX_HEAD_DIM = 256;
 constexpr int TASK_ROWS = 32;              // query rows of one attention task
 
 template <class T>
@@ -62,6 +65,8 @@ inline __m512 fma(__m512 sum, __m512i a, __m512i b, bf16) {
     return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
 }
 #endif
+
+inline void prefetch(const Unit* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
 // e^x for x <= 88; 0 below -138. Within 2 units in the last place: 2^n times a polynomial on [-0.5, 0.5].
 inline __m512 exp16(__m512 x) {
@@ -181,24 +186,41 @@ struct Product {
         store16(to, sum, mask);
     }
 
-    template <int ROWS>
+    // ROWS rows times PANELS panels. Enough sums must be under way to hide the latency of an addition, so a
+    // single row is multiplied with two panels at a time.
+    template <int ROWS, int PANELS = 1>
     void tile(int row, int panel) const {
         const int units = k / STEP<T>;
+        const size_t stride = static_cast<size_t>(units) * PANEL;
         const Unit* a = reinterpret_cast<const Unit*>(x + static_cast<size_t>(row) * k);
-        const Unit* b = packed + static_cast<size_t>(panel) * units * PANEL;
-        __m512 sums[ROWS][PANEL_VECTORS];
-        for (auto& r : sums)
-            for (auto& sum : r) sum = _mm512_setzero_ps();
+        const Unit* b = packed + panel * stride;
+        __m512 sums[ROWS][PANELS][PANEL_VECTORS];
+        for (int r = 0; r < ROWS; ++r)
+            for (int p = 0; p < PANELS; ++p)
+                for (int v = 0; v < PANEL_VECTORS; ++v) sums[r][p][v] = _mm512_setzero_ps();
         for (int u = 0; u < units; ++u, b += PANEL) {
-            __m512i columns[PANEL_VECTORS];
-            for (int v = 0; v < PANEL_VECTORS; ++v) columns[v] = _mm512_loadu_si512(b + v * LANES);
+            __m512i columns[PANELS][PANEL_VECTORS];
+            for (int p = 0; p < PANELS; ++p)
+                for (int v = 0; v < PANEL_VECTORS; ++v)
+                    columns[p][v] = _mm512_loadu_si512(b + p * stride + v * LANES);
             for (int r = 0; r < ROWS; ++r) {
                 const __m512i value = _mm512_set1_epi32(a[static_cast<size_t>(r) * units + u]);
-                for (int v = 0; v < PANEL_VECTORS; ++v) sums[r][v] = fma(sums[r][v], value, columns[v], T{});
+                for (int p = 0; p < PANELS; ++p)
+                    for (int v = 0; v < PANEL_VECTORS; ++v)
+                        sums[r][p][v] = fma(sums[r][p][v], value, columns[p][v], T{});
             }
         }
         for (int r = 0; r < ROWS; ++r)
-            for (int v = 0; v < PANEL_VECTORS; ++v) finish(sums[r][v], row + r, panel * PANEL + v * LANES);
+            for (int p = 0; p < PANELS; ++p)
+                for (int v = 0; v < PANEL_VECTORS; ++v)
+                    finish(sums[r][p][v], row + r, (panel + p) * PANEL + v * LANES);
+    }
+
+    // `count` rows times panels [panel, end).
+    void block(int row, int count, int panel, int end) const {
+        if (count == 1)
+            for (; panel + 2 <= end; panel += 2) tile<1, 2>(row, panel);
+        for (; panel < end; ++panel) rows(row, count, panel);
     }
 
     void rows(int row, int count, int panel) const {
@@ -221,13 +243,12 @@ struct Product {
         const int fit = (256 << 10) / static_cast<int>(k * sizeof(T)) / TILE_ROWS * TILE_ROWS;
         const int chunk = std::max(fit, 4 * TILE_ROWS);
         const int chunks = ceil_div(m, chunk);
-        const int group = chunks > 1 ? 1 : std::max(1, panels / (threads * 8));
+        const int group = chunks > 1 ? 1 : std::max(2, panels / (threads * 8));
         const int groups = ceil_div(panels, group);
         pool.run(chunks * groups, [&](int task) {
             const int row = task / groups * chunk;
             const int first = task % groups * group;
-            for (int panel = first; panel < std::min(first + group, panels); ++panel)
-                rows(row, std::min(chunk, m - row), panel);
+            block(row, std::min(chunk, m - row), first, std::min(first + group, panels));
         });
     }
 };
@@ -320,61 +341,77 @@ void rope_and_store_token(T* qkv, int position, int slot, const float* cos, cons
     }
 }
 
-// Up to QUERY_ROWS rows (a row: one query of one head, all of the same KV head) over a sequence's keys.
+// ROWS rows (a row: one query of one head, all of the same KV head) over a sequence's keys.
 template <class T, int ROWS>
 struct Attend {
     const Cache<T>& cache;
     const int32_t* table;
-    int head;                  // KV head
-    const T* queries[ROWS];
-    int last[ROWS];            // the last key that a row sees
+    const int head;  // KV head
+    int end = 0;     // keys that some row sees
+    int last[ROWS];  // the last key that each row sees
     T* outs[ROWS];
-
-    alignas(64) float sums[ROWS][256];  // head_dim <= 256
     float peak[ROWS], total[ROWS];
+    alignas(64) Unit queries[ROWS][MAX_HEAD_DIM / STEP<T>];
+    alignas(64) float sums[ROWS][MAX_HEAD_DIM];
+
+    Attend(const Cache<T>& cache, const int32_t* table, int head) : cache(cache), table(table), head(head) {}
+
+    void set(int r, const T* query, T* out, int position) {
+        const int dim = cache.shape.head_dim;
+        std::memcpy(queries[r], query, dim * sizeof(T));
+        std::memset(sums[r], 0, dim * sizeof(float));
+        outs[r] = out;
+        last[r] = position;
+        peak[r] = -std::numeric_limits<float>::infinity();
+        total[r] = 0.f;
+        end = std::max(end, position + 1);
+    }
 
     void run() {
-        const int dim = cache.shape.head_dim;
-        int end = 0;
-        for (int r = 0; r < ROWS; ++r) {
-            std::memset(sums[r], 0, dim * sizeof(float));
-            peak[r] = -std::numeric_limits<float>::infinity();
-            total[r] = 0.f;
-            end = std::max(end, last[r] + 1);
-        }
-        for (int key = 0; key < end; key += KEYS) keys(key, end);
+        for (int key = 0; key < end; key += KEYS) keys(key);
         for (int r = 0; r < ROWS; ++r) {
             const __m512 scale = _mm512_set1_ps(1.f / total[r]);
-            for (int i = 0; i < dim; i += LANES)
+            for (int i = 0; i < cache.shape.head_dim; i += LANES)
                 store16(outs[r] + i, _mm512_mul_ps(_mm512_load_ps(sums[r] + i), scale));
         }
     }
 
-    // One chunk of KEYS keys. Where the sequence has ended, its last block stands in, and is masked.
-    void keys(int key, int end) {
+    // The 16 keys from `key` on, and their values. Past the end the last ones stand in, and are masked.
+    std::pair<const Unit*, const Unit*> locate(int key) const {
+        const int size = cache.shape.block_size;
+        if (key >= end) key = (end - 1) / LANES * LANES;
+        const size_t base = cache.base(table[key / size], head);
+        const size_t values = static_cast<size_t>(key % size) / STEP<T> * cache.shape.head_dim;
+        return {cache.keys + base + key % size, cache.values + base + values};
+    }
+
+    // Blocks lie anywhere in memory, so the processor cannot guess where the next chunk's are: they are fetched
+    // ahead, spread over this chunk's work.
+    void keys(int key) {
         const int size = cache.shape.block_size, dim = cache.shape.head_dim;
-        const Unit *k[KEY_VECTORS], *v[KEY_VECTORS];
+        const Unit *k[KEY_VECTORS], *v[KEY_VECTORS], *next_k[KEY_VECTORS], *next_v[KEY_VECTORS];
         for (int j = 0; j < KEY_VECTORS; ++j) {
-            const int at = key + j * LANES < end ? key + j * LANES : (end - 1) / LANES * LANES;
-            const size_t base = cache.base(table[at / size], head);
-            k[j] = cache.keys + base + at % size;
-            v[j] = cache.values + base + static_cast<size_t>(at % size) / STEP<T> * dim;
+            std::tie(k[j], v[j]) = locate(key + j * LANES);
+            std::tie(next_k[j], next_v[j]) = locate(key + KEYS + j * LANES);
         }
         __m512 scores[ROWS][KEY_VECTORS];
         for (auto& row : scores)
             for (auto& score : row) score = _mm512_setzero_ps();
         for (int u = 0; u < dim / STEP<T>; ++u) {
             __m512i columns[KEY_VECTORS];
-            for (int j = 0; j < KEY_VECTORS; ++j) columns[j] = _mm512_loadu_si512(k[j] + u * size);
+            for (int j = 0; j < KEY_VECTORS; ++j) {
+                columns[j] = _mm512_loadu_si512(k[j] + u * size);
+                prefetch(next_k[j] + u * size);
+            }
             for (int r = 0; r < ROWS; ++r) {
-                const __m512i q = _mm512_set1_epi32(reinterpret_cast<const Unit*>(queries[r])[u]);
+                const __m512i q = _mm512_set1_epi32(queries[r][u]);
                 for (int j = 0; j < KEY_VECTORS; ++j) scores[r][j] = fma(scores[r][j], q, columns[j], T{});
             }
         }
         alignas(64) T weights[ROWS][KEYS];
         float shrink[ROWS];
         for (int r = 0; r < ROWS; ++r) shrink[r] = soften(scores[r], weights[r], r, key);
-        for (int i = 0; i < dim; i += KEY_VECTORS * LANES) add_values(v, weights, shrink, i);
+        for (int i = 0; i < dim; i += KEY_VECTORS * LANES) add_values(v, next_v, weights, shrink, i);
     }
 
     // Scores to weights e^(score - peak); returns what sums and total before are to be multiplied by.
@@ -403,7 +440,8 @@ struct Attend {
     }
 
     // sums = sums * shrink + weights . values, for KEY_VECTORS vectors of dimensions from i.
-    void add_values(const Unit* const* v, const T (*weights)[KEYS], const float* shrink, int i) {
+    void add_values(const Unit* const* v, const Unit* const* next_v, const T (*weights)[KEYS],
+                    const float* shrink, int i) {
         const int dim = cache.shape.head_dim;
         const int vectors = std::min(KEY_VECTORS, (dim - i) / LANES);
         __m512 acc[ROWS][KEY_VECTORS];
@@ -416,8 +454,11 @@ struct Attend {
             for (int u = 0; u < LANES / STEP<T>; ++u) {
                 const Unit* from = v[j] + static_cast<size_t>(u) * dim + i;
                 __m512i columns[KEY_VECTORS];
-                for (int d = 0; d < KEY_VECTORS; ++d)
-                    columns[d] = _mm512_loadu_si512(from + (d < vectors ? d : 0) * LANES);
+                for (int d = 0; d < KEY_VECTORS; ++d) {
+                    const int place = (d < vectors ? d : 0) * LANES;
+                    columns[d] = _mm512_loadu_si512(from + place);
+                    prefetch(next_v[j] + static_cast<size_t>(u) * dim + i + place);
+                }
                 for (int r = 0; r < ROWS; ++r) {
                     const Unit* row = reinterpret_cast<const Unit*>(weights[r]);
                     const __m512i w = _mm512_set1_epi32(row[j * LANES / STEP<T> + u]);
@@ -442,13 +483,12 @@ struct Attention {
         const Shape& shape = cache.shape;
         const int group = shape.heads / shape.kv_heads, begin = step.query_start[sequence];
         const int width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
-        Attend<T, ROWS> attend{cache, step.tables + step.table_start[sequence], head, {}, {}, {}, {}, {}, {}};
+        Attend<T, ROWS> attend(cache, step.tables + step.table_start[sequence], head);
         for (int r = 0; r < ROWS; ++r) {
             const size_t token = begin + (first + r) / group;
             const size_t at = static_cast<size_t>(head * group + (first + r) % group) * shape.head_dim;
-            attend.queries[r] = qkv + token * width + at;
-            attend.outs[r] = out + token * shape.heads * shape.head_dim + at;
-            attend.last[r] = step.positions[token];
+            T* to = out + token * shape.heads * shape.head_dim + at;
+            attend.set(r, qkv + token * width + at, to, step.positions[token]);
         }
         attend.run();
     }

@@ -135,7 +135,7 @@ class NativeLinear(Linear):
 
 @dataclass(frozen=True)
 class NativeCache:
-    """One layer's keys and values in native.cpp's layout, each ``[blocks, KV heads, block_size * head_dim]``."""
+    """A layer's keys and values in native.cpp's layout, each ``[blocks, KV heads, block_size * head_dim]``."""
 
     keys: torch.Tensor
     values: torch.Tensor
