@@ -168,6 +168,7 @@ def run(
     process = _arrival(rate, concurrency, arrival, burstiness)
     if duration is None and num_requests is None:
         _fail("give --duration (e.g. 60s) or --num-requests (e.g. 200)")
+    _check_writable(out, json_file, html_file)
     try:
         server = Url.parse(url)
         if model is None or max_model_len is None:
@@ -321,6 +322,19 @@ def _plain_progress() -> Callable[[Progress], None]:
 def _counts(progress: Progress) -> str:
     failed = f", {progress.failed} failed" if progress.failed else ""
     return f"{progress.sent} sent, {progress.in_flight} in flight, {progress.finished} done{failed}"
+
+
+def _check_writable(out: Path | None, *files: Path | None) -> None:
+    """Before the run: a minute of load must not end in "permission denied"."""
+    for folder in (out, *(file.parent for file in files if file)):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _fail(f"cannot write to {folder}: {error.strerror}")
+        if not os.access(folder, os.W_OK):
+            _fail(f"cannot write to {folder}: no permission")
 
 
 def _write(records: Records, out: Path | None, json_file: Path | None, html_file: Path | None) -> None:

@@ -20,15 +20,13 @@ from loadgen.probe import Endpoint, Unreachable, Url, probe, reach
 from loadgen.record import ClientStats, Records, RequestRecord
 from loadgen.verdict import judge
 from loadgen.window import measured_window
-from loadgen.wire import Progress, WireLog, WirePlan, WireRequest, drive
+from loadgen.wire import LEAD_NS, Progress, WireLog, WirePlan, WireRequest, drive
 from loadgen.worker import Worker
 from loadgen.workload import PlannedRequest, Schedule
 
 __all__ = ["ClientOptions", "Progress", "Unreachable", "run_schedule"]
 
 PATH = "/v1/completions"
-_LEAD_NS = 100_000_000
-"""Between "all ready" and the start: room to open the first connections."""
 _STALL_NS = 20_000_000
 _MAX_STALLS = 100
 
@@ -45,10 +43,15 @@ class ClientOptions:
     timeout: float = 600.0
     connect_timeout: float = 10.0
     drain: float | None = None
+    """None: as long as a request may take."""
     workers: int = 1
     verify_tls: bool = True
     chunk_usage: bool = False
     """Ask for running usage in every chunk (vLLM, SGLang): exact tokens a chunk, slightly larger chunks."""
+
+    @property
+    def longest_drain(self) -> float:
+        return self.timeout + self.connect_timeout if self.drain is None else self.drain
 
 
 def run_schedule(
@@ -80,7 +83,7 @@ def run_schedule(
     encode = _Encoder(target, model, api_key, options)
     warmup_failures = _warm_up(endpoint, schedule.warmup, encode, options, stop)
     plans = _split(schedule, endpoint, encode, options)
-    start_unix_ms = time.time_ns() // 1_000_000 + _LEAD_NS // 1_000_000
+    start_unix_ms = time.time_ns() // 1_000_000 + LEAD_NS // 1_000_000
     logs = _run(plans, options, stop, progress or (lambda _: None))
     planned = {request.index: request for request in schedule.requests}
     start_ns = logs[0].start_ns
@@ -138,7 +141,7 @@ def _split(
             duration_ns=None if schedule.duration is None else round(schedule.duration * 1e9),
             timeout_ns=round(options.timeout * 1e9),
             connect_timeout_ns=round(options.connect_timeout * 1e9),
-            drain_ns=round((options.timeout if options.drain is None else options.drain) * 1e9),
+            drain_ns=round(options.longest_drain * 1e9),
         )
         for k in range(workers)
     ]
@@ -158,16 +161,15 @@ def _warm_up(
     """Send the warm-up, four at a time; returns what failed."""
     if not requests:
         return ()
-    nanoseconds = round(options.timeout * 1e9)
     plan = WirePlan(
         endpoint=endpoint,
         requests=_wire(requests, encode),
         closed=True,
         concurrency=4,
         duration_ns=None,
-        timeout_ns=nanoseconds,
+        timeout_ns=round(options.timeout * 1e9),
         connect_timeout_ns=round(options.connect_timeout * 1e9),
-        drain_ns=nanoseconds,
+        drain_ns=round((options.timeout + options.connect_timeout) * 1e9),
     )
     log = drive(plan, monotonic_ns(), stop=stop.is_set)
     records = parse_all(log.exchanges, {r.index: r for r in requests}, log.start_ns)
@@ -181,14 +183,14 @@ def _run(
     progress: Callable[[Progress], None],
 ) -> list[WireLog]:
     if options.workers == 0:
-        return [drive(plans[0], monotonic_ns() + _LEAD_NS, stop=stop.is_set, progress=progress)]
+        return [drive(plans[0], stop=stop.is_set, progress=progress)]
     with ExitStack() as stack:
         workers = [stack.enter_context(Worker(plan)) for plan in plans]
         for worker in workers:
             worker.prepare()
         for worker in workers:
             worker.wait_ready()
-        start_ns = monotonic_ns() + _LEAD_NS
+        start_ns = monotonic_ns() + LEAD_NS
         for worker in workers:
             worker.start(start_ns)
         return _collect(workers, stop, progress)

@@ -31,6 +31,7 @@ _MID_STREAM = {
     End.COMPLETE: Failure.NO_FINISH_REASON,
     End.CLOSED: Failure.CLOSED_MID_STREAM,
     End.RESET: Failure.CLOSED_MID_STREAM,
+    End.TLS: Failure.CLOSED_MID_STREAM,
     End.TIMEOUT: Failure.STALLED,
     End.MALFORMED: Failure.GARBAGE,
     End.UNFINISHED: Failure.UNFINISHED,
@@ -46,22 +47,22 @@ _STATUS = {
 }
 
 
-@dataclass(slots=True)
-class _Chunk:
-    """All that arrived in one read: its text length, choices, and tokens where the server counts them."""
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """One event with a choice: how much text, and how many tokens where the server counts them."""
 
     at_ns: int
-    chars: int = 0
-    choices: int = 0
-    finished: bool = False
-    tokens: int | None = None
+    chars: int
+    tokens: int | None
+    role_only: bool
+    finished: bool
 
 
 @dataclass(slots=True)
 class _Stream:
     """What a stream said."""
 
-    chunks: list[_Chunk] = field(default_factory=list)
+    deltas: list[_Delta] = field(default_factory=list)
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
     failure: Failure | None = None
@@ -75,7 +76,7 @@ def parse_exchange(exchange: Exchange, planned: PlannedRequest, start_ns: int) -
     if failure is None:
         failure, detail = _judge(exchange, planned, stream)
     completion = _integer(stream.usage.get("completion_tokens"))
-    at, tokens = allot_tokens(stream.chunks, completion)
+    chunks = merge_by_stamp(allot_tokens(stream.deltas, completion))
     end_ns = exchange.stamps[-1] if failure is None else exchange.ended_ns
     return RequestRecord(
         index=exchange.index,
@@ -83,8 +84,8 @@ def parse_exchange(exchange: Exchange, planned: PlannedRequest, start_ns: int) -
         intended=exchange.intended_ns - start_ns,
         sent=exchange.sent_ns - start_ns if exchange.sent_ns else None,
         end=end_ns - start_ns,
-        chunk_at=tuple(stamp - start_ns for stamp in at),
-        chunk_tokens=tuple(tokens),
+        chunk_at=tuple(stamp - start_ns for stamp in chunks),
+        chunk_tokens=tuple(chunks.values()),
         failure=failure,
         detail=detail,
         status=None if response is None else response.head.status,
@@ -101,12 +102,14 @@ def parse_exchange(exchange: Exchange, planned: PlannedRequest, start_ns: int) -
 
 def _decode(exchange: Exchange) -> tuple[Response | None, Failure | None, str]:
     if not exchange.stamps:
+        if exchange.end is End.TIMEOUT and not exchange.sent_ns:
+            return None, Failure.CONNECT_TIMEOUT, exchange.detail
         return None, _BEFORE_AN_ANSWER[exchange.end], exchange.detail
     try:
         response = decode(exchange.parts, exchange.stamps)
     except MalformedResponse as error:
-        cut = exchange.end in (End.CANCELLED, End.UNFINISHED, End.TIMEOUT)
-        return None, _MID_STREAM[exchange.end] if cut else Failure.GARBAGE, str(error)
+        whole = exchange.end in (End.COMPLETE, End.MALFORMED)  # else its head was cut off
+        return None, Failure.GARBAGE if whole else _MID_STREAM[exchange.end], exchange.detail or str(error)
     status = response.head.status
     if status != 200:
         return response, _STATUS.get(status, Failure.HTTP_ERROR), f"HTTP {status}: {_message(response.body)}"
@@ -127,7 +130,7 @@ def _judge(exchange: Exchange, planned: PlannedRequest, stream: _Stream) -> tupl
     if stream.finish_reason is None or not ended:
         return _MID_STREAM[exchange.end], exchange.detail
     completion = _integer(stream.usage.get("completion_tokens"))
-    if not stream.chunks or completion == 0:
+    if not stream.deltas or completion == 0:
         return Failure.NO_TOKENS, f"finish reason {stream.finish_reason!r} without a token"
     if planned.ignore_eos and completion is not None and completion != planned.max_tokens:
         return Failure.TOKEN_COUNT, f"asked for {planned.max_tokens} tokens, got {completion}"
@@ -135,7 +138,7 @@ def _judge(exchange: Exchange, planned: PlannedRequest, stream: _Stream) -> tupl
 
 
 def read_stream(response: Response) -> _Stream:
-    """Walk the events. Events that arrived in the same read are one chunk: they came together."""
+    """Walk the events up to the first that ends or spoils the stream."""
     stream = _Stream()
     counted = 0
     for event in events(response.pieces):
@@ -162,20 +165,14 @@ def _take_event(stream: _Stream, body: dict[str, Any], at_ns: int, counted: int)
     choices = body.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         return counted
-    if not stream.chunks or stream.chunks[-1].at_ns != at_ns:
-        stream.chunks.append(_Chunk(at_ns))
-    chunk = stream.chunks[-1]
     choice = choices[0]
-    text = _text(choice)
-    chunk.chars += len(text)
-    if choice.get("finish_reason") is not None:
-        stream.finish_reason = str(choice["finish_reason"])
-        chunk.finished = True
     tokens, counted = _exact_tokens(choice, usage, counted)
-    if tokens is not None:
-        chunk.tokens = (chunk.tokens or 0) + tokens
-    if text or tokens or not _role_only(choice):
-        chunk.choices += 1
+    finish = choice.get("finish_reason")
+    if finish is not None:
+        stream.finish_reason = str(finish)
+    text = _text(choice)
+    role_only = not text and _names_role(choice)
+    stream.deltas.append(_Delta(at_ns, len(text), tokens, role_only, finish is not None))
     return counted
 
 
@@ -191,7 +188,7 @@ def _text(choice: dict[str, Any]) -> str:
     return text if not delta.get("tool_calls") else text + json.dumps(delta["tool_calls"])
 
 
-def _role_only(choice: dict[str, Any]) -> bool:
+def _names_role(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta")
     return isinstance(delta, dict) and "role" in delta
 
@@ -208,58 +205,61 @@ def _exact_tokens(choice: dict[str, Any], usage: object, counted: int) -> tuple[
     return None, counted
 
 
-def allot_tokens(chunks: Sequence[_Chunk], total: int | None) -> tuple[list[int], list[float]]:
-    """Stamps of the chunks that carry tokens, and how many each carries.
+def allot_tokens(deltas: Sequence[_Delta], total: int | None) -> list[tuple[int, float]]:
+    """(stamp, tokens) of the deltas that carry tokens.
 
-    The first chunk with text is the first token; empty ones before it carry none, and what they may
-    have carried counts towards it. Later empty ones can carry a token whose text is held back (half a
-    character): they count only if that makes the number of chunks equal to ``total``. Where chunks
-    carry several tokens, the surplus goes to those with the most text a token.
+    The first delta with text is the first token; empty ones before it carry none, and what they may
+    have held counts with it. Later empty ones can carry a token whose text is held back (half a
+    character): they count only if that makes the number of deltas equal to ``total``. Where a delta
+    carries several tokens, the surplus goes to those with the most text a token.
     """
-    if total is not None and all(chunk.tokens is not None for chunk in chunks) and chunks:
-        exact = [chunk for chunk in chunks if chunk.tokens]
-        if sum(chunk.tokens or 0 for chunk in exact) == total:
-            return _from_first_text(exact, [float(chunk.tokens or 0) for chunk in exact])
-    texts = [chunk for chunk in chunks if chunk.chars]
-    if not texts:  # only special tokens, whose text is skipped: usage alone proves that they were there
-        texts = [chunk for chunk in chunks if chunk.choices] if total else []
-    if not texts:
-        return [], []
+    exact = [delta for delta in deltas if delta.tokens and delta.tokens > 0]
+    if exact and sum(delta.tokens or 0 for delta in exact) == total:
+        return _from_first_text(exact, [float(delta.tokens or 0) for delta in exact])
+    texts = [delta for delta in deltas if delta.chars]
+    if not texts and total:  # only special tokens, whose text is skipped: usage proves that they were there
+        texts = [delta for delta in deltas if not delta.role_only]
+    if not texts or total == 0:
+        return []
     if total is None or total == len(texts):
-        return [chunk.at_ns for chunk in texts], [1.0] * len(texts)
-    carriers = _carriers(chunks, total)
-    if carriers is not None:
+        return [(delta.at_ns, 1.0) for delta in texts]
+    carriers = _carriers(deltas, total)
+    if carriers:
         return _from_first_text(carriers, [1.0] * len(carriers))
-    if total < len(texts):
-        return [chunk.at_ns for chunk in texts], [total / len(texts)] * len(texts)
-    return [chunk.at_ns for chunk in texts], _spread(texts, total)
+    counts = _spread(texts, total) if total > len(texts) else [total / len(texts)] * len(texts)
+    return [(delta.at_ns, count) for delta, count in zip(texts, counts, strict=True)]
 
 
-def _carriers(chunks: Sequence[_Chunk], total: int) -> list[_Chunk] | None:
-    """The chunks, empty ones included, if there are exactly ``total`` (a bare finish may be left out)."""
-    with_choice = [chunk for chunk in chunks if chunk.choices]
-    if len(with_choice) == total:
-        return with_choice
-    without_finish = [chunk for chunk in with_choice if chunk.chars or not chunk.finished]
+def merge_by_stamp(tokens: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Tokens of each chunk. What arrived in the same read came together and is one chunk."""
+    chunks: dict[int, float] = {}
+    for at_ns, count in tokens:
+        chunks[at_ns] = chunks.get(at_ns, 0.0) + count
+    return chunks
+
+
+def _carriers(deltas: Sequence[_Delta], total: int) -> list[_Delta] | None:
+    """The deltas, empty ones included, if there are exactly ``total`` (a bare finish may be left out)."""
+    everything = [delta for delta in deltas if not delta.role_only]
+    if len(everything) == total:
+        return everything
+    without_finish = [delta for delta in everything if delta.chars or not delta.finished]
     return without_finish if len(without_finish) == total else None
 
 
-def _from_first_text(chunks: Sequence[_Chunk], tokens: Sequence[float]) -> tuple[list[int], list[float]]:
-    first = next((i for i, chunk in enumerate(chunks) if chunk.chars), 0)
-    return [c.at_ns for c in chunks[first:]], [sum(tokens[: first + 1]), *tokens[first + 1 :]]
+def _from_first_text(deltas: Sequence[_Delta], tokens: Sequence[float]) -> list[tuple[int, float]]:
+    first = next((i for i, delta in enumerate(deltas) if delta.chars), 0)
+    counts = [sum(tokens[: first + 1]), *tokens[first + 1 :]]
+    return [(delta.at_ns, count) for delta, count in zip(deltas[first:], counts, strict=True)]
 
 
-def _spread(chunks: Sequence[_Chunk], total: int) -> list[float]:
-    """One token each, the rest by the highest average (D'Hondt) of text length."""
-    counts = [1] * len(chunks)
-    extra = total - len(chunks)
-    chars = sum(chunk.chars for chunk in chunks) or 1
-    for i, chunk in enumerate(chunks):  # whole shares at once; the remainder one by one
-        share = min(extra, max(0, int(total * chunk.chars / chars) - 1))
-        counts[i] += share
-        extra -= share
-    order = sorted(range(len(chunks)), key=lambda i: (-chunks[i].chars / counts[i], i))
-    for k in range(extra):
+def _spread(deltas: Sequence[_Delta], total: int) -> list[float]:
+    """One token each; the surplus in shares of the text, its remainder to the most text a token."""
+    chars = sum(delta.chars for delta in deltas) or 1
+    surplus = total - len(deltas)
+    counts = [1 + surplus * delta.chars // chars for delta in deltas]
+    order = sorted(range(len(deltas)), key=lambda i: (-deltas[i].chars / counts[i], i))
+    for k in range(total - sum(counts)):
         counts[order[k % len(order)]] += 1
     return [float(count) for count in counts]
 

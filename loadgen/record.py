@@ -205,7 +205,7 @@ class Records:
             values |= {
                 "requests": tuple(_request_from_json(item) for item in data["requests"]),
                 "client": ClientStats(**(data["client"] | {"stalls": _pairs(data["client"]["stalls"])})),
-                "window": tuple(data["window"]),
+                "window": _pairs([data["window"]])[0],
                 "warmup_failures": tuple(data["warmup_failures"]),
                 "reasons": tuple(data["reasons"]),
                 "scrapes": _pairs(data["scrapes"]),
@@ -216,7 +216,7 @@ class Records:
 
 
 def _pairs(items: Iterable[Sequence[Any]]) -> tuple[tuple[Any, Any], ...]:
-    return tuple((a, b) for a, b in items)
+    return tuple((first, second) for first, second in items)
 
 
 def _request_json(record: RequestRecord) -> dict[str, Any]:

@@ -25,6 +25,8 @@ from loadgen.alarm import Alarm
 from loadgen.http1 import Framing, MalformedResponse
 
 BEAT_NS = 10_000_000
+LEAD_NS = 100_000_000
+"""Between "all is ready" and the start: room to open the first connections."""
 _DIAL_AHEAD_NS = 500_000_000
 _MAX_IDLE_NS = 2_000_000_000  # uvicorn closes an idle connection after 5 s
 _MAX_DIALS = 64
@@ -511,15 +513,16 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 def drive(
     plan: WirePlan,
-    start_ns: int,
+    start_ns: int | None = None,
     *,
     stop: Callable[[], bool] = lambda: False,
     progress: Callable[[Progress], None] = lambda _: None,
 ) -> WireLog:
-    """Carry out ``plan`` in this thread, starting at ``start_ns`` (of ``monotonic_ns``)."""
+    """Carry out ``plan`` in this thread, starting at ``start_ns`` (of ``monotonic_ns``; None: soon)."""
 
     async def main() -> WireLog:
-        return await Driver(plan, start_ns, stop=stop, progress=progress).run()
+        begin = monotonic_ns() + LEAD_NS if start_ns is None else start_ns
+        return await Driver(plan, begin, stop=stop, progress=progress).run()
 
     with _quiet_gc(), asyncio.Runner(loop_factory=event_loop) as runner:
         return runner.run(main())

@@ -1,0 +1,212 @@
+"""Figures from hand-made records: every one can be checked on paper."""
+
+import math
+
+import numpy as np
+import pytest
+from recorded_exchange import record, records
+
+from loadgen.record import Failure, RequestRecord
+from loadgen.stats import METRICS, Bound, Distribution, Summary, min_samples
+
+
+@pytest.mark.parametrize(
+    ("quantile", "needed"), [(0.5, 5), (0.9, 29), (0.95, 59), (0.99, 299), (0.999, 2995)]
+)
+def test_smallest_samples(quantile: float, needed: int) -> None:
+    assert min_samples(quantile) == needed
+    enough, few = (Distribution.of(np.arange(n)) for n in (needed, needed - 1))
+    assert math.isfinite(enough.percentile(quantile))
+    assert math.isnan(few.percentile(quantile))
+    assert math.isfinite(few.rank(quantile))
+
+
+def test_percentiles_are_samples() -> None:
+    samples = Distribution.of(np.arange(1, 101)[::-1])
+    assert [samples.percentile(q) for q in (0.5, 0.9, 0.95)] == [50, 90, 95]
+    assert samples.mean() == 50.5
+
+
+def test_weights_count_as_copies() -> None:
+    rng = np.random.default_rng(0)
+    values, weights = rng.random(200), rng.integers(1, 6, 200)
+    weighted, copied = Distribution.of(values, weights), Distribution.of(np.repeat(values, weights))
+    for quantile in (0.01, 0.5, 0.9, 0.95, 0.99):
+        assert weighted.percentile(quantile) == copied.percentile(quantile)
+    assert weighted.count == copied.count
+    assert weighted.mean() == pytest.approx(copied.mean())
+
+
+def test_failures_are_infinite_in_percentiles_and_absent_from_means() -> None:
+    samples = Distribution.of([1.0] * 94 + [math.inf] * 6)
+    assert samples.percentile(0.9) == 1
+    assert samples.percentile(0.95) == math.inf
+    assert samples.mean() == 1
+
+
+def test_binomial_interval_of_the_median() -> None:
+    """The classic table: of 100 samples, ranks 40 and 61 hold the median with 95 %."""
+    assert Distribution.of(np.arange(1, 101)).interval(0.5) == (40, 61)
+
+
+def test_an_interval_the_sample_cannot_close_is_open() -> None:
+    low, high = Distribution.of(np.arange(1, 60)).interval(0.95)
+    assert low > 50
+    assert high == math.inf
+
+
+def test_intervals_cover_what_they_promise() -> None:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(400):
+        low, high = Distribution.of(rng.exponential(size=400)).interval(0.95)
+        hits += low <= -math.log(0.05) <= high
+    assert hits / 400 > 0.93
+
+
+def test_intervals_of_gaps_know_that_gaps_of_one_request_go_together() -> None:
+    """Requests differ, the gaps inside one do not: 40 requests are 40 facts, not 2,000."""
+    rng = np.random.default_rng(2)
+    hits = {True: 0, False: 0}
+    for _ in range(200):
+        speed = np.repeat(rng.exponential(size=40), 50)
+        groups = np.repeat(np.arange(40), 50)
+        for grouped in hits:
+            low, high = Distribution.of(speed, None, groups if grouped else None).interval(0.5)
+            hits[grouped] += low <= math.log(2) <= high
+    assert hits[True] / 200 > 0.9
+    assert hits[False] / 200 < 0.4
+
+
+def test_a_small_run_in_full() -> None:
+    """Five requests of 5 tokens, 10 ms apart, first token after 100 ms."""
+    summary = records([record(k, float(k)) for k in range(5)]).summary()
+    assert summary.value("ttft_p50") == pytest.approx(0.1)
+    assert summary.value("tpot_p50") == pytest.approx(0.01)
+    assert summary.value("itl_p50") == pytest.approx(0.01)
+    assert summary.value("e2e_mean") == pytest.approx(0.14)
+    assert summary.value("max_stall_p50") == pytest.approx(0.01)
+    assert math.isnan(summary.value("ttft_p90"))
+    assert summary.count("itl_p50") == 20
+    assert summary.count("ttft_p50") == 5
+    assert summary.value("throughput") == pytest.approx(25 / 10)
+    assert summary.value("request_rate") == pytest.approx(0.5)
+    assert summary.value("completed") == 5
+    assert summary.value("failed") == 0
+
+
+def test_itl_is_token_weighted_and_inter_chunk_is_not() -> None:
+    """4 tokens every 40 ms, and one gap of 100 ms with one token."""
+    at = tuple(round(ms * 1e6) for ms in (100, 140, 180, 280))
+    one = RequestRecord(0, "a", 0, 0, at[-1], at, (4, 4, 4, 1), completion_tokens=13, max_tokens=13)
+    summary = records([one]).summary()
+    itl, chunk = summary.distribution("itl"), summary.distribution("inter_chunk")
+    assert sorted(zip(itl.values.tolist(), itl.weights.tolist(), strict=True)) == [
+        (0.01, 4),
+        (0.01, 4),
+        (0.1, 1),
+    ]
+    assert chunk.values.tolist() == [0.04, 0.04, 0.1]
+    assert summary.value("tpot_mean") == pytest.approx(0.18 / 9)
+
+
+def test_latency_runs_from_the_intended_time_and_service_latency_from_sending() -> None:
+    summary = records([record(k, float(k), first_s=0.5, late_s=0.4) for k in range(6)]).summary()
+    assert summary.value("ttft_p50") == pytest.approx(0.5)
+    assert summary.value("service_ttft_p50") == pytest.approx(0.1)
+    assert summary.value("service_e2e_p50") == pytest.approx(0.14)
+    assert summary.value("lateness_p50") == pytest.approx(0.4)
+
+
+def test_only_requests_intended_in_the_window_count() -> None:
+    made = [record(k, float(k), first_s=k) for k in range(10)]
+    summary = records(made, window=(2.0, 6.0)).summary()
+    assert summary.count("ttft_p50") == 5
+    assert summary.distribution("ttft").values.tolist() == [2, 3, 4, 5, 6]
+
+
+def test_throughput_counts_the_tokens_that_arrive_in_the_window() -> None:
+    """One request starts before the window and ends in it, one ends after it."""
+    early, late = record(0, 0.0, first_s=0.9, gap_s=0.1), record(1, 1.5, first_s=0.1, gap_s=0.3)
+    summary = records([early, late], window=(1.0, 2.0)).summary()
+    assert summary.value("throughput") == pytest.approx(4 + 2)
+
+
+def test_tokens_cut_off_by_the_end_of_the_run_were_work_and_tokens_of_failures_were_not() -> None:
+    made = [
+        record(0, 0.0),
+        record(1, 0.0, failure=Failure.CANCELLED),
+        record(2, 0.0, failure=Failure.TOKEN_COUNT),
+    ]
+    summary = records(made, window=(0.0, 1.0)).summary()
+    assert summary.value("throughput") == 10
+    assert (summary.value("measured"), summary.value("completed"), summary.value("failed")) == (2, 1, 1)
+
+
+def test_failed_requests_pull_every_percentile_up() -> None:
+    made = [record(k, 0.0) for k in range(90)] + [record(k, 0.0, failure=Failure.STALLED) for k in range(10)]
+    summary = records(made, window=(0.0, 1.0)).summary()
+    assert summary.value("ttft_p90") == pytest.approx(0.1)
+    assert summary.value("ttft_p95") == math.inf
+    assert summary.value("ttft_mean") == pytest.approx(0.1)
+
+
+def test_the_gaps_a_failed_request_never_delivered_are_infinite() -> None:
+    broken = RequestRecord(0, "a", 0, 0, 10, (1, 2, 3), (1, 1, 1), failure=Failure.STALLED, max_tokens=10)
+    itl = records([broken]).summary().distribution("itl")
+    assert itl.count == 9
+    assert itl.weights[np.isinf(itl.values)].sum() == 7
+
+
+def test_goodput_wants_every_bound_met_by_the_same_request() -> None:
+    made = [record(k, 0.5, first_s=0.1 * (k + 1), gap_s=0.1 / (k + 1)) for k in range(4)]
+    made.append(record(4, 0.5, failure=Failure.REFUSED, tokens=0))
+    run = records(made, window=(0.0, 1.0))
+    assert run.summary().value("goodput") == 4
+    assert run.summary([Bound("ttft", 0.25)]).value("goodput") == 2
+    assert run.summary([Bound("ttft", 0.35), Bound("tpot", 0.06)]).value("goodput") == 2
+    assert run.summary([Bound("ttft", 0.0, cls="other")]).value("goodput") == 4
+
+
+def test_a_request_of_one_token_has_no_gap_to_miss() -> None:
+    summary = records([record(0, 0.5, tokens=1)], window=(0.0, 1.0)).summary([Bound("itl", 1e-9)])
+    assert summary.value("goodput") == 1
+    assert summary.count("tpot_p50") == 0
+    assert math.isnan(summary.value("tpot_mean"))
+
+
+def test_every_figure_also_by_class() -> None:
+    made = [record(k, 0.1 * k, first_s=0.1 if k % 2 else 1.0, cls="ab"[k % 2]) for k in range(40)]
+    summary = records(made).summary()
+    assert summary.value("ttft_p50", "b") == pytest.approx(0.1)
+    assert summary.value("ttft_p50", "a") == pytest.approx(1.0)
+    assert summary.value("throughput", "a") == summary.value("throughput") / 2
+    assert [row["class"] for row in summary.table()] == ["all", "a", "b"]
+    assert summary.table()[1]["ttft_n"] == 20
+    with pytest.raises(KeyError, match="no class 'c'"):
+        summary.value("ttft_p50", "c")
+
+
+@pytest.mark.parametrize("name", ["ttft", "ttft_p", "latency_p50", "itl_q99", "p50", ""])
+def test_unknown_figures_are_refused(name: str) -> None:
+    with pytest.raises(KeyError, match="unknown figure"):
+        records([]).summary().value(name)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_an_empty_run_has_no_figures_and_no_crash(metric: str) -> None:
+    summary = records([]).summary()
+    assert math.isnan(summary.value(f"{metric}_p50"))
+    assert math.isnan(summary.value(f"{metric}_mean"))
+    assert all(math.isnan(end) for end in summary.interval(f"{metric}_p50"))
+    assert summary.value("throughput") == 0
+
+
+def test_p999() -> None:
+    assert Summary._split("ttft_p999") == ("ttft", 0.999)
+    assert Summary._split("inter_chunk_p5") == ("inter_chunk", 0.05)
+
+
+def test_a_bound_on_what_a_request_has_not() -> None:
+    with pytest.raises(ValueError, match="a request has"):
+        Bound("throughput", 1.0)

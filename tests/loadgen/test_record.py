@@ -1,0 +1,96 @@
+"""Saving and loading runs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from recorded_exchange import HEALTHY, record, records
+
+from loadgen.record import Failure, Records, RecordsError, write_atomically
+
+
+def run() -> Records:
+    made = [record(k, k / 10, cls="ab"[k % 2]) for k in range(10)]
+    made[3] = replace(
+        made[3], failure=Failure.RATE_LIMITED, status=429, retry_after=7.0, detail="slow | down"
+    )
+    made[4] = replace(made[4], sent=None, chunk_at=(), chunk_tokens=(), failure=Failure.REFUSED)
+    return records(
+        made,
+        client=replace(HEALTHY, stalls=((1.0, 0.3),)),
+        reasons=("because",),
+        scrapes=((1_700_000_000_000, "# TYPE a counter\na 1\n"),),
+        warmup_failures=("x",),
+        seed=5,
+    )
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "run.json"
+    run().save(path)
+    assert Records.load(path) == run()
+    assert [p.name for p in path.parent.iterdir()] == ["run.json"]
+
+
+def test_a_line_a_request(tmp_path: Path) -> None:
+    run().save_requests(tmp_path / "r.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(10))
+    assert lines[3]["failure"] == "rate limited"
+    assert "failure" not in lines[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{oops", "not JSON"),
+        ("[]", "schema"),
+        ("{}", "schema"),
+        ('{"schema": "vtune.records/99"}', "vtune.records/99"),
+        ('{"schema": "vtune.records/1"}', "damaged"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(RecordsError, match=words) as caught:
+        Records.load(path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["client", "requests", "window", "scrapes"])
+def test_damaged_files_are_refused(damage: str) -> None:
+    data = json.loads(json.dumps(run().to_json())) | {damage: [1, 2, "x"]}
+    with pytest.raises(RecordsError, match="damaged"):
+        Records.from_json(data)
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(RecordsError, match="No such file"):
+        Records.load(tmp_path / "none.json")
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text("old")
+
+    def parts() -> object:
+        yield "half"
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(path, parts())  # type: ignore[arg-type]
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_frame() -> None:
+    frame = run().frame()
+    assert len(frame) == 10
+    assert frame.loc[0, "ttft"] == pytest.approx(0.1)
+    assert frame.loc[0, "class"] == "a"
+    assert frame["ttft"].isna().sum() == 2
+    assert frame.loc[3, "failure"] == "rate limited"
+    assert bool(frame.loc[0, "in_window"])
+    assert records([]).frame().empty
