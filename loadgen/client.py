@@ -15,12 +15,13 @@ from time import monotonic_ns
 from typing import Any
 
 from loadgen.completion import parse_all
+from loadgen.driver import LEAD_NS, drive
 from loadgen.http1 import build_request
 from loadgen.probe import Endpoint, Unreachable, Url, probe, reach
 from loadgen.record import ClientStats, Records, RequestRecord
 from loadgen.verdict import judge
 from loadgen.window import measured_window
-from loadgen.wire import LEAD_NS, Progress, WireLog, WirePlan, WireRequest, drive
+from loadgen.wire import Progress, WireLog, WirePlan, WireRequest
 from loadgen.worker import Worker
 from loadgen.workload import PlannedRequest, Schedule
 

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
+from loadgen.distribution import min_samples
 from loadgen.record import Failure, Records
-from loadgen.stats import Summary, min_samples
+from loadgen.stats import Summary
 from loadgen.window import in_flight
 
 MAX_LAG = 0.002

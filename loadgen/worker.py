@@ -19,7 +19,8 @@ import threading
 from collections.abc import Callable
 from typing import IO, Any
 
-from loadgen.wire import Progress, WireLog, WirePlan, drive
+from loadgen.driver import drive
+from loadgen.wire import Progress, WireLog, WirePlan
 
 READY = "ready"
 

@@ -6,7 +6,7 @@ from time import monotonic_ns
 import pytest
 
 from loadgen.alarm import Alarm
-from loadgen.wire import event_loop
+from loadgen.driver import event_loop
 
 
 async def ring(delays_ms: list[float], *, timerfd: bool) -> list[tuple[int, int]]:

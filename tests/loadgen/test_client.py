@@ -284,15 +284,21 @@ def test_a_name_that_does_not_exist() -> None:
 
 def test_a_server_that_dies_refuses_the_rest() -> None:
     mock = MockServer()
-    stop_serving = running(mock)
-    port = stop_serving.__enter__()
-    closing = threading.Timer(0.3, stop_serving.__exit__, (None, None, None))
-    closing.start()
+    serving = running(mock)
+    port = serving.__enter__()
+
+    def die_after_ten() -> None:
+        while len(mock.seen.bodies) < 10:
+            time.sleep(0.01)
+        serving.__exit__(None, None, None)
+
+    dying = threading.Thread(target=die_after_ten)
+    dying.start()
     run = run_schedule(f"http://127.0.0.1:{port}", schedule(Constant(50.0), 60), model="m", options=INLINE)
-    closing.join()
+    dying.join()
     assert len(run.requests) == 60
+    assert all(r.ok for r in run.requests[:9])
     assert run.requests[-1].failure is Failure.REFUSED
-    assert run.requests[0].ok
 
 
 @pytest.mark.parametrize("text", ["ftp://x", "http://", "http://h:99999", "http://h:x"])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from recorded_exchange import record, records
 
+from loadgen.distribution import Distribution, min_samples
 from loadgen.record import Failure, RequestRecord
-from loadgen.stats import METRICS, Bound, Distribution, Summary, min_samples
+from loadgen.stats import METRICS, Bound, Summary
 
 
 @pytest.mark.parametrize(

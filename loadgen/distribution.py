@@ -1,0 +1,124 @@
+"""Samples, their percentiles and their intervals.
+
+Percentiles are order statistics (nearest rank), never interpolated: failures count as infinity, and
+there is nothing between a number and infinity. A percentile that the sample is too small for is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+def min_samples(quantile: float) -> int:
+    """Fewest samples of which the largest is above the ``quantile`` with 95 % confidence: 1 - q^n >= 0.95.
+
+    p90: 29, p95: 59, p99: 299, p99.9: 2,995.
+    """
+    return math.ceil(math.log(0.05) / math.log(quantile)) if 0 < quantile < 1 else 1
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Samples in seconds, sorted. ``weights``: how many samples each stands for; ``groups``: the
+    request each came from (gaps of one request are not independent of each other)."""
+
+    values: Array
+    weights: Array
+    groups: NDArray[np.int64]
+
+    @classmethod
+    def of(
+        cls,
+        values: Sequence[float] | Array,
+        weights: Sequence[float] | Array | None = None,
+        groups: Sequence[int] | NDArray[np.int64] | None = None,
+    ) -> Distribution:
+        """``groups`` None: every sample is its own."""
+        array = np.asarray(values, dtype=np.float64)
+        order = np.argsort(array, kind="stable")
+        weight = np.ones(len(array)) if weights is None else np.asarray(weights, dtype=np.float64)
+        group = np.arange(len(array)) if groups is None else np.asarray(groups, dtype=np.int64)
+        return cls(array[order], weight[order], group[order])
+
+    @cached_property
+    def _cumulative(self) -> Array:
+        return np.cumsum(self.weights)
+
+    @property
+    def count(self) -> int:
+        """Samples, weights counted."""
+        return round(float(self.weights.sum()))
+
+    @property
+    def independent(self) -> bool:
+        """One sample a request."""
+        return len(np.unique(self.groups)) == len(self.values)
+
+    def rank(self, quantile: float) -> float:
+        """The order statistic at ``quantile``, however few samples; NaN without any."""
+        if not len(self.values):
+            return math.nan
+        target = quantile * self._cumulative[-1]
+        index = int(np.searchsorted(self._cumulative, target * (1 - 1e-12), side="left"))
+        return float(self.values[min(index, len(self.values) - 1)])
+
+    def percentile(self, quantile: float) -> float:
+        """NaN when there are fewer than :func:`min_samples` samples."""
+        return self.rank(quantile) if self.count >= min_samples(quantile) else math.nan
+
+    def mean(self) -> float:
+        """Over what did not fail."""
+        finite = np.isfinite(self.values)
+        weight = self.weights[finite].sum()
+        return float(self.values[finite] @ self.weights[finite] / weight) if weight else math.nan
+
+    def interval(self, quantile: float, confidence: float = 0.95) -> tuple[float, float]:
+        """Confidence interval of the percentile; an end that the sample cannot give is 0 or infinity.
+
+        Independent samples: the exact binomial order-statistic interval. Several samples a request:
+        Woodruff's interval, with the variance of the share below the percentile taken between requests.
+        """
+        if not len(self.values) or self.count < min_samples(quantile):
+            return math.nan, math.nan
+        if self.independent:
+            return self._binomial_interval(quantile, confidence)
+        return self._woodruff_interval(quantile, confidence)
+
+    def _binomial_interval(self, quantile: float, confidence: float) -> tuple[float, float]:
+        from scipy.stats import binom
+
+        n, tail = len(self.values), (1 - confidence) / 2
+        low = int(binom.ppf(tail, n, quantile))  # 1-based rank; 0: below every sample
+        high = int(binom.ppf(1 - tail, n, quantile)) + 1
+        return (
+            float(self.values[low - 1]) if low >= 1 else 0.0,
+            float(self.values[high - 1]) if high <= n else math.inf,
+        )
+
+    def _woodruff_interval(self, quantile: float, confidence: float) -> tuple[float, float]:
+        from scipy.stats import t
+
+        _, group = np.unique(self.groups, return_inverse=True)
+        clusters = int(group.max()) + 1
+        if clusters < 2:
+            return 0.0, math.inf
+        total = float(self.weights.sum())
+        below = (self.values <= self.rank(quantile)) * self.weights
+        share = below.sum() / total
+        residual = np.bincount(group, below) - share * np.bincount(group, self.weights)
+        error = math.sqrt(clusters / (clusters - 1) * float(residual @ residual)) / total
+        # Between requests that are all alike the estimate can vanish; it is never below independence.
+        error = max(error, math.sqrt(quantile * (1 - quantile) / total))
+        half = float(t.ppf((1 + confidence) / 2, clusters - 1)) * error
+        return (
+            self.rank(quantile - half) if quantile > half else 0.0,
+            self.rank(quantile + half) if quantile + half < 1 else math.inf,
+        )
