@@ -107,7 +107,10 @@ class Diagnosis:
             "server": {"family": self.family, "version": self.version, "engines": list(self.engines)},
             "window_seconds": round(self.window_s, 3),
             "slo": {
-                name: {"seconds": value, "from": self.slo.given.get(name, "default")}
+                name: {
+                    "seconds": value if math.isfinite(value) else None,
+                    "from": self.slo.given.get(name, "default"),
+                }
                 for name, value in self.slo.values.items()
             },
             "findings": [_finding_json(finding) for finding in self.findings],
@@ -254,18 +257,21 @@ def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[st
 def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
     """Read off the metrics what no metric says outright."""
     flags = _infer_speculation(flags, readings)
-    seqs = flags.known["max_num_seqs"]
-    numbers = {
-        name: reading.point
-        for name in ("running_max", "running_when_waiting", "waiting_share", "kv_max")
-        if isinstance(reading := readings[name], Number)
-    }
-    if seqs.certain or len(numbers) < 4:
+    wanted = (
+        "running_max",
+        "running_when_waiting",
+        "waiting_share",
+        "kv_max",
+        "decode_time_mean",
+        "prefill_time_mean",
+    )
+    found = [reading.point for name in wanted if isinstance(reading := readings[name], Number)]
+    if flags.known["max_num_seqs"].certain or len(found) < len(wanted):
         return flags
-    most = numbers["running_max"]
-    pinned = numbers["running_when_waiting"] > 0.8 * most and numbers["waiting_share"] > 0.5
-    if pinned and numbers["kv_max"] < 0.9 and seqs.number.low <= most <= seqs.number.high:
-        # Requests wait, the KV pool has room, and running stays at its maximum: that maximum is the cap.
+    most, usual, waiting, kv, decode, prefill = found
+    # Requests wait, the KV pool has room, slots are held by decoding, and running stays at its maximum: that
+    # maximum is the cap. A slot is empty for a step whenever a request finishes, hence half a slot less.
+    if waiting > 0.5 and kv < 0.9 and decode > prefill and usual > 0.8 * most - 0.5:
         return flags.with_flag(server_flags.inferred("max_num_seqs", most, most, most))
     return flags
 

@@ -173,8 +173,9 @@ class ScrapeEvaluator(Evaluator):
                 return self._above(node)
             case Share(conditions):
                 return _mean_over_time(self._hold_all(conditions))
-            case MeanWhile(key, condition):
-                return self._mean_while(key, condition)
+            case MeanWhile(key, conditions):
+                values, held = self._instant(key), self._hold_all(conditions)
+                return _mean_over_time({g: values[g][held[g] == 1] for g in values.keys() & held.keys()})
 
     def _owners(self, key: str) -> frozenset[Group]:
         suffix = "_count" if METRICS[key].kind == "histogram" else ""
@@ -280,11 +281,6 @@ class ScrapeEvaluator(Evaluator):
             }
             held = own if number == 0 else {g: held[g] * own[g] for g in held.keys() & own.keys()}
         return held
-
-    def _mean_while(self, key: str, condition: Condition) -> Numbers:
-        values, level = self._instant(key), self._added(condition.gauges)
-        kept = {g: values[g][level[g] > condition.above] for g in values.keys() & level.keys()}
-        return _mean_over_time(kept)
 
 
 def _cut(columns: Sequence[Series], span: Span) -> list[Series]:

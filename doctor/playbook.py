@@ -19,7 +19,7 @@ from doctor import expression
 from doctor.expression import All, AnyOf, Clause, Comparison, Expression, ExpressionError
 from doctor.flags import FLAG_NAMES
 from doctor.signals import SIGNALS
-from doctor.slo import DEFAULTS as SLO_DEFAULTS
+from doctor.slo import NAMES as SLO_NAMES
 
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
@@ -231,7 +231,7 @@ class _Reader:
         return parsed
 
     def check_names(self, key: str, names: Iterable[str]) -> None:
-        known = {*SIGNALS, *FLAG_NAMES, *SLO_DEFAULTS, *ASSUMPTIONS}
+        known = {*SIGNALS, *FLAG_NAMES, *SLO_NAMES, *ASSUMPTIONS}
         for name in sorted(names):
             if name not in known:
                 raise self.error(key, f"unknown name {name!r}{_near(name, known)}")

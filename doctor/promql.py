@@ -75,9 +75,10 @@ class PromQL:
             case Share(conditions):
                 held = [self._holds(condition) for condition in conditions]
                 return f"avg_over_time(({' * '.join(held)}){self._subquery()})"
-            case MeanWhile(key, condition):
-                filtered = f"({self._sum((key,))} and {self._sum(condition.gauges)} > {condition.above:g})"
-                return f"avg_over_time({filtered}{self._subquery()})"
+            case MeanWhile(key, conditions):
+                kept = [f"{self._sum(c.gauges)} > {c.above:g}" for c in conditions]
+                filtered = " and ".join([self._sum((key,)), *kept])
+                return f"avg_over_time(({filtered}){self._subquery()})"
             case Ratio(top, bottom):
                 return f"({self.text(top)}) / ({self.text(bottom)})"
             case Sum(terms):

@@ -76,10 +76,10 @@ class Share:
 
 @dataclass(frozen=True)
 class MeanWhile:
-    """Mean of a gauge over the instants at which a condition holds."""
+    """Mean of a gauge over the instants at which all conditions hold."""
 
     metric: str
-    condition: Condition
+    conditions: tuple[Condition, ...]
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ _BUSY = Condition(("running",), 0)
 _WAITING = Condition(("waiting",), 0)
 _ACTIVE = Condition(("running", "waiting"), 0)
 _FULL = Condition(("kv_usage",), 0.95)
+_HIGH = Condition(("kv_usage",), 0.9)
 _LOAD = Sum((OverTime("running", "avg"), OverTime("waiting", "avg")))
 
 SIGNALS: dict[str, Signal] = {
@@ -137,12 +138,12 @@ SIGNALS: dict[str, Signal] = {
         _signal("running_last", "requests", "running at the end", OverTime("running", "last")),
         _signal("running_delta", "requests", "change of running", OverTime("running", "delta")),
         _signal("running_slope", "1/s", "slope of running", OverTime("running", "deriv")),
-        _signal("running_busy", "requests", "mean of running while any runs", MeanWhile("running", _BUSY)),
+        _signal("running_busy", "requests", "mean of running while any runs", MeanWhile("running", (_BUSY,))),
         _signal(
             "running_when_waiting",
             "requests",
             "mean of running while others wait",
-            MeanWhile("running", _WAITING),
+            MeanWhile("running", (_WAITING,)),
         ),
         _signal("waiting_mean", "requests", "mean of waiting requests", OverTime("waiting", "avg")),
         _signal("waiting_max", "requests", "most requests waiting", OverTime("waiting", "max")),
@@ -167,10 +168,16 @@ SIGNALS: dict[str, Signal] = {
             Ratio(Share((_FULL,)), Share((_ACTIVE,))),
         ),
         _signal(
-            "kv_full_waiting_share",
+            "kv_high_waiting_share",
             "share",
-            "share of the active time with KV usage above 0.95 and requests waiting",
-            Ratio(Share((_FULL, _WAITING)), Share((_ACTIVE,))),
+            "share of the active time with KV usage above 0.9 and requests waiting",
+            Ratio(Share((_HIGH, _WAITING)), Share((_ACTIVE,))),
+        ),
+        _signal(
+            "running_when_full",
+            "requests",
+            "mean of running while others wait and KV usage is above 0.9",
+            MeanWhile("running", (_WAITING, _HIGH)),
         ),
         _signal("preemptions", "count", "preemptions counted", OverTime("preemptions", "increase")),
         _signal(
@@ -275,7 +282,7 @@ def metrics_of(node: Node) -> set[str]:
             return metrics_of(of)
         case Share(conditions):
             return {gauge for condition in conditions for gauge in condition.gauges}
-        case MeanWhile(metric, condition):
-            return {metric, *condition.gauges}
+        case MeanWhile(metric, conditions):
+            return {metric, *(gauge for condition in conditions for gauge in condition.gauges)}
         case _:
             return {node.metric}

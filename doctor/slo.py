@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 DEFAULTS: Mapping[str, float] = {"slo_itl_p99": 0.2, "slo_ttft_p95": 2.0}
 """Lenient on purpose: a stream slower than 5 tokens a second, or a wait of 2 s for the first token (the upper
 end of what long documents are granted), is bad for anyone."""
+
+NAMES = frozenset({*DEFAULTS, "slow_itl"})
+"""What rules may name. ``slow_itl`` tells a slow step from a quick one: the ITL objective, or its default."""
 
 _TERM = re.compile(
     r"(?P<metric>[a-z0-9_]+?)_(?P<stat>p\d{1,2}|mean)\s*<=?\s*(?P<value>[0-9.]+)\s*(?P<unit>us|ms|s|)"
@@ -24,7 +28,10 @@ class SloError(ValueError):
 
 @dataclass(frozen=True)
 class Slo:
-    """``values`` has every name that rules use, in seconds; ``given`` says which the user set."""
+    """``values`` has every name that rules use, in seconds; ``given`` says which the user set.
+
+    Stated objectives replace the defaults: what is not among them is no objective (infinite).
+    """
 
     values: Mapping[str, float]
     given: Mapping[str, str]
@@ -33,8 +40,10 @@ class Slo:
     def describe(self) -> str:
         labels = {"slo_itl_p99": "ITL P99", "slo_ttft_p95": "TTFT P95"}
         return ", ".join(
-            f"{labels[name]} < {_written(value)} ({self.given.get(name, 'default')})"
-            for name, value in self.values.items()
+            f"{label} < {_written(self.values[name])} ({'yours' if name in self.given else 'default'})"
+            if math.isfinite(self.values[name])
+            else f"none for {label}"
+            for name, label in labels.items()
         )
 
 
@@ -43,7 +52,9 @@ def parse_slo(text: str | None) -> Slo:
 
     Raises SloError.
     """
-    values, given, notes = dict(DEFAULTS), {}, []
+    values: dict[str, float] = {}
+    given: dict[str, str] = {}
+    notes: list[str] = []
     for term in filter(None, (part.strip() for part in re.split(r",(?![^{]*})", text or ""))):
         if "{" in term:
             raise SloError(f"--slo {term}: a server's metrics carry no request class; leave out {{…}}")
@@ -60,7 +71,9 @@ def parse_slo(text: str | None) -> Slo:
         value = _positive(match["value"], term) * _SECONDS[match["unit"]]
         if name not in given or value < values[name]:
             values[name], given[name] = value, term.replace(" ", "")
-    return Slo(values, given, tuple(notes))
+    base = dict.fromkeys(DEFAULTS, math.inf) if given else DEFAULTS
+    slow = values.get("slo_itl_p99", DEFAULTS["slo_itl_p99"])
+    return Slo({**base, **values, "slow_itl": slow}, given, tuple(notes))
 
 
 def _positive(text: str, term: str) -> float:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from doctor.catalog import family
 from doctor.evaluators import Evaluator, ScrapeEvaluator, Span
-from doctor.exposition import ExpositionError, read_series_text, record, split_scrapes
+from doctor.exposition import ExpositionError, Recording, read_series_text, record, split_scrapes
 from doctor.promql import PromQL
 
 TIMEOUT_S = 10.0
@@ -63,15 +63,21 @@ class Scrapes(Source):
             recording = record(self.scrapes, self.notes)
         except ExpositionError as error:
             raise SourceError(f"{self.name}: {error}") from None
-        first, end = int(recording.times[0]), int(recording.times[-1])
-        # One millisecond more than the samples span: Prometheus 3's windows are open on the left.
-        start = first - 1 if window is None else max(first - 1, end - round(window * 1000))
-        inside = recording.times[recording.times >= start]
-        if len(inside) < 2:
-            raise SourceError(f"{self.name}: fewer than two scrapes in the last {window:g} s; widen --window")
-        span = Span(start, end, _step(end - start))
-        evaluator = ScrapeEvaluator(recording, span, PromQL(end - start, span.step, slo=slo))
-        return _observation(self.name, evaluator, (end - start) / 1000, recording.notes)
+        return observe_recording(recording, self.name, window, slo)
+
+
+def observe_recording(
+    recording: Recording, name: str, window: float | None, slo: Mapping[str, float]
+) -> Observation:
+    """The last ``window`` seconds of a recording, or all of it. Raises SourceError."""
+    first, end = int(recording.times[0]), int(recording.times[-1])
+    # One millisecond more than the samples span: Prometheus 3's windows are open on the left.
+    start = first - 1 if window is None else max(first - 1, end - round(window * 1000))
+    if (recording.times >= start).sum() < 2:
+        raise SourceError(f"{name}: fewer than two scrapes in the last {window:g} s; widen --window")
+    span = Span(start, end, _step(end - start))
+    evaluator = ScrapeEvaluator(recording, span, PromQL(end - start, span.step, slo=slo))
+    return _observation(name, evaluator, (end - start) / 1000, recording.notes)
 
 
 class SeriesFile(Source):
