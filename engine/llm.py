@@ -102,20 +102,20 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams],
         *,
         arrivals: Sequence[int] | None = None,
         priorities: Sequence[int] | None = None,
         observe: Observer | None = None,
     ) -> list[Completion]:
-        """Complete every prompt (text or token ids); answers in the prompts' order.
+        """Complete every prompt (each text or token ids); answers in the prompts' order.
 
         ``arrivals[i]`` is the step before which request i is added (0 for all by default), so that a
         workload is exactly repeatable. ``observe`` sees every step. Raises ValueError for a bad prompt.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
+        if isinstance(prompts, str):
+            raise ValueError("prompts is a list; for one prompt give a list of one")
         count = len(prompts)
         each = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
         at = list(arrivals) if arrivals is not None else [0] * count
@@ -134,7 +134,7 @@ class LLM:
     def _run(self, sequences: list[_Sequence], arrivals: Sequence[int], observe: Observer | None) -> None:
         by_id = {sequence.request.request_id: sequence for sequence in sequences}
         # Within a step requests are added in the order of the prompts.
-        pending = sorted(range(len(sequences)), key=lambda i: arrivals[i], reverse=False)
+        pending = sorted(range(len(sequences)), key=lambda i: arrivals[i])
         step = added = 0
         while added < len(pending) or self.core.has_unfinished:
             while added < len(pending) and arrivals[pending[added]] <= step:

@@ -41,8 +41,8 @@ class AttentionShape:
 class Batch:
     """One step's tokens, the sequences laid end to end. All arrays are int32.
 
-    Of sequence ``s`` this step computes tokens ``query_start[s] : query_start[s + 1]`` of the batch; with
-    them it is ``context_lens[s]`` tokens long, kept in blocks ``tables[table_start[s] : table_start[s + 1]]``.
+    Of sequence ``s`` this step computes tokens ``query_start[s] : query_start[s + 1]`` of the batch. With
+    them it has ``context_lens[s]`` tokens, in blocks ``tables[table_start[s] : table_start[s + 1]]``.
     """
 
     positions: Int32

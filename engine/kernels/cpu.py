@@ -128,7 +128,7 @@ class TorchKernels(Kernels):
             sin=self._sin[positions].unsqueeze(1),
             blocks=slots // self.shape.block_size,
             offsets=slots % self.shape.block_size,
-            decodes=self._decodes(batch, np.flatnonzero(lengths == 1)),
+            decodes=self._decodes(batch, np.flatnonzero(lengths == 1).astype(np.int32)),
             prefills=[piece for s in np.flatnonzero(lengths > 1) for piece in self._prefill(batch, int(s))],
         )
 

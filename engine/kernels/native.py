@@ -52,8 +52,6 @@ class NativeUnavailable(RuntimeError):
 @cache
 def load_library() -> ctypes.CDLL:
     """Compile (the first time) and load the kernels. Raises NativeUnavailable."""
-    if os.environ.get("VTUNE_NATIVE") == "0":
-        raise NativeUnavailable("turned off by VTUNE_NATIVE=0")
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         raise NativeUnavailable(f"written for Linux on x86-64, not {platform.system()} {platform.machine()}")
     features = _cpu_features()
@@ -135,7 +133,7 @@ class NativeLinear(Linear):
 
 @dataclass(frozen=True)
 class NativeCache:
-    """A layer's keys and values in native.cpp's layout, each ``[blocks, KV heads, block_size * head_dim]``."""
+    """A layer's keys and values in native.cpp's layout: ``[blocks, KV heads, block_size * head_dim]``."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -158,7 +156,9 @@ class NativeStep:
 
 
 def supports(shape: AttentionShape, dtype: torch.dtype) -> None:
-    """Raise NativeUnavailable where the kernels do not cover a model or block size."""
+    """Raise NativeUnavailable where the kernels are turned off, or do not cover a model or block size."""
+    if os.environ.get("VTUNE_NATIVE") == "0":
+        raise NativeUnavailable("turned off by VTUNE_NATIVE=0")
     if dtype not in (torch.float32, torch.bfloat16):
         raise NativeUnavailable(f"no kernels for {dtype}")
     if shape.head_dim % (2 * LANES) or shape.head_dim > MAX_HEAD_DIM:
