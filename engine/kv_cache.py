@@ -22,12 +22,9 @@ class KVCacheManager:
     up to their end, chained from block to block, so that equal hashes mean equal prefixes.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, max_model_len: int, enable_prefix_caching: bool
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
-        self.max_model_len = max_model_len
         self.enable_prefix_caching = enable_prefix_caching
 
     def lookup(self, request: Request) -> list[int]:
@@ -53,8 +50,9 @@ class KVCacheManager:
         has changed, the order of the free list included.
         """
         computed = len(hits) * self.block_size
-        whole = max(computed + num_tokens, min(request.num_tokens, self.max_model_len))
-        if self._blocks_for(whole) - len(hits) + self.pool.count_free(hits) > self.pool.num_free:
+        whole = max(computed + num_tokens, request.num_tokens)
+        missing = -(-whole // self.block_size) - len(hits)
+        if missing + self.pool.count_free(hits) > self.pool.num_free:
             return False
         self.pool.touch(hits)  # before any block is popped, or a free hit could be evicted
         request.block_ids = list(hits)
@@ -111,9 +109,6 @@ class KVCacheManager:
                 assert self.pool.hash_of(block) == expected, f"block {block}: wrong hash"
             holders.update(request.block_ids)
         self.pool.check(holders)
-
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
 
     def _hashes(self, request: Request, count: int) -> Sequence[bytes]:
         """The hashes of the request's first ``count`` blocks, each computed only once.

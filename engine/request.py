@@ -47,7 +47,7 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # a request is itself, whatever its fields say
 class Request:
     """One sequence. ``token_ids`` is the prompt followed by every emitted token."""
 

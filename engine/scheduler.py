@@ -63,9 +63,7 @@ class UnifiedScheduler:
         assert config.max_model_len is not None
         self.config = config
         self.max_model_len = config.max_model_len
-        self.kv = KVCacheManager(
-            num_blocks, config.block_size, config.max_model_len, config.enable_prefix_caching
-        )
+        self.kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
         self.running: list[Request] = []
         """In order of admission; never sorted."""
         self.waiting = make_queue(config.scheduling_policy)
@@ -362,7 +360,8 @@ class UnifiedScheduler:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
             assert not request.block_ids
             assert not request.spec_token_ids
-            assert request.num_computed_tokens == 0
+            assert not request.mid_prefill
+            assert request.num_computed_tokens == request.num_hashed_blocks == 0
         self.kv.check(self._requests.values())
 
 

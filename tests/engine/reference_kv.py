@@ -57,10 +57,9 @@ class ReferencePool:
 class ReferenceKV:
     """The interface of KVCacheManager, as far as the scheduler and its tests use it."""
 
-    def __init__(self, num_blocks: int, block_size: int, max_model_len: int, caching: bool) -> None:
+    def __init__(self, num_blocks: int, block_size: int, caching: bool) -> None:
         self.pool = ReferencePool(num_blocks)
         self.block_size = block_size
-        self.max_model_len = max_model_len
         self.caching = caching
 
     def lookup(self, request: Request) -> list[int]:
@@ -75,7 +74,7 @@ class ReferenceKV:
         return hits
 
     def admit(self, request: Request, hits: Sequence[int], num_tokens: int) -> bool:
-        ends = [len(hits) * self.block_size + num_tokens, min(len(request.token_ids), self.max_model_len)]
+        ends = [len(hits) * self.block_size + num_tokens, len(request.token_ids)]
         unheld = [block for block in hits if block in self.pool.free_blocks]
         for end in ends:
             if self._missing(end, len(hits)) + len(unheld) > self.pool.num_free:

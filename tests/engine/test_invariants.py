@@ -192,7 +192,7 @@ def test_a_reference_without_hashes_or_links_takes_the_same_blocks(
     run, other = Run(config, workload), Run(config, workload)
     scheduler = other.lab.scheduler
     kv = scheduler.kv
-    reference = ReferenceKV(kv.pool.num_blocks, kv.block_size, kv.max_model_len, kv.enable_prefix_caching)
+    reference = ReferenceKV(kv.pool.num_blocks, kv.block_size, kv.enable_prefix_caching)
     scheduler.kv = reference  # type: ignore[assignment]
     other.lab.pool = reference.pool  # type: ignore[assignment]
     while not run.done:

@@ -16,7 +16,7 @@ def request(name: str, tokens: list[int]) -> Request:
 
 
 def test_blocks_are_taken_as_they_are_needed() -> None:
-    kv = KVCacheManager(10, block_size=4, max_model_len=32, enable_prefix_caching=True)
+    kv = KVCacheManager(10, block_size=4, enable_prefix_caching=True)
     item = request("a", list(range(9)))
     assert kv.admit(item, [], 5)
     assert item.block_ids == [1, 2]
@@ -29,7 +29,7 @@ def test_blocks_are_taken_as_they_are_needed() -> None:
 
 
 def test_a_failure_changes_nothing() -> None:
-    kv = KVCacheManager(3, block_size=4, max_model_len=32, enable_prefix_caching=True)
+    kv = KVCacheManager(3, block_size=4, enable_prefix_caching=True)
     item = request("a", list(range(12)))
     assert not kv.admit(item, [], 4)  # the chunk fits, the whole does not
     assert (item.block_ids, kv.pool.num_free) == ([], 2)
@@ -41,7 +41,7 @@ def test_a_failure_changes_nothing() -> None:
 
 
 def test_rule_5_full_blocks_are_hashed_before_they_are_computed_drafts_never() -> None:
-    kv = KVCacheManager(10, block_size=4, max_model_len=32, enable_prefix_caching=True)
+    kv = KVCacheManager(10, block_size=4, enable_prefix_caching=True)
     item = request("a", list(range(6)))
     kv.admit(item, [], 6)
     assert item.num_hashed_blocks == 1
@@ -51,14 +51,14 @@ def test_rule_5_full_blocks_are_hashed_before_they_are_computed_drafts_never() -
 
 
 def test_rule_5_a_block_hashed_by_a_chunk_of_this_step_can_be_hit_in_it_only_as_far_as_scheduled() -> None:
-    kv = KVCacheManager(10, block_size=4, max_model_len=32, enable_prefix_caching=True)
+    kv = KVCacheManager(10, block_size=4, enable_prefix_caching=True)
     first, second = request("a", list(range(12))), request("b", list(range(12)))
     kv.admit(first, [], 5)
     assert kv.lookup(second) == [1]
 
 
 def test_hashes_are_computed_once_and_survive_a_preemption() -> None:
-    kv = KVCacheManager(10, block_size=4, max_model_len=32, enable_prefix_caching=True)
+    kv = KVCacheManager(10, block_size=4, enable_prefix_caching=True)
     item = request("a", list(range(9)))
     kv.admit(item, [], 9)
     hashes = list(item.block_hashes)
@@ -69,7 +69,7 @@ def test_hashes_are_computed_once_and_survive_a_preemption() -> None:
 
 
 def test_hashes_depend_on_everything_before_and_on_the_salt() -> None:
-    kv = KVCacheManager(10, block_size=2, max_model_len=32, enable_prefix_caching=True)
+    kv = KVCacheManager(10, block_size=2, enable_prefix_caching=True)
     tokens = [[1, 2, 3, 4, 0], [1, 2, 3, 4, 9], [7, 2, 3, 4, 0]]
     items = [request(str(place), prompt) for place, prompt in enumerate(tokens)]
     salted = request("salted", tokens[0])
@@ -83,7 +83,7 @@ def test_hashes_depend_on_everything_before_and_on_the_salt() -> None:
 
 
 def test_without_caching_nothing_is_hashed() -> None:
-    kv = KVCacheManager(10, block_size=4, max_model_len=32, enable_prefix_caching=False)
+    kv = KVCacheManager(10, block_size=4, enable_prefix_caching=False)
     item = request("a", list(range(9)))
     kv.admit(item, [], 9)
     assert (item.num_hashed_blocks, item.block_hashes) == (0, [])

@@ -56,6 +56,15 @@ def test_rule_2_the_cap_of_max_model_len_cuts_drafts() -> None:
     assert len(plan.scheduled[0].drafts) == 1
 
 
+def test_rule_2_a_request_that_can_get_nothing_is_skipped_and_does_not_end_the_loop() -> None:
+    lab = Lab()
+    a = lab.add("a", 4)
+    lab.add("b", 4)
+    lab.step()
+    a.num_computed_tokens = a.num_tokens  # nothing left to compute until its next token is known
+    assert shares(lab.scheduler.schedule()) == {"b": 1}
+
+
 def test_rule_2_the_threshold_applies_only_while_more_than_one_is_alive() -> None:
     lab = Lab(long_prefill_token_threshold=5, max_num_batched_tokens=16)
     lab.add("a", 30)
@@ -175,6 +184,11 @@ def test_rule_3_priority_ties_are_broken_by_arrival_not_by_id() -> None:
     lab = no_cache(num_blocks=3, scheduling_policy="priority")
     lab.add("z", 4)
     lab.add("a", 4)  # arrived later: the victim, though its id sorts first
+    lab.step()
+    assert lab.schedule().preempted == ("a",)
+    lab = no_cache(num_blocks=3, scheduling_policy="priority")
+    lab.add("a", 4, arrival_time=1.0)
+    lab.add("b", 4, arrival_time=1.0)  # nothing to choose by: the first in the list, as max() has it
     lab.step()
     assert lab.schedule().preempted == ("a",)
 
