@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from loadgen.record import Records
@@ -29,6 +29,8 @@ class TargetFailed(Exception):
 
     def __init__(self, reason: str, detail: str, log_tail: str = "", log_path: Path | None = None) -> None:
         self.reason, self.detail, self.log_tail, self.log_path = reason, detail, log_tail, log_path
+        self.side: Literal["a", "b", ""] = ""
+        """Which config of a comparison it was."""
         super().__init__(f"{reason}: {detail}" + (f" (log: {log_path})" if log_path else ""))
 
     @property
@@ -76,12 +78,14 @@ class OpenTarget(ABC):
         schedule: Schedule,
         progress: Callable[..., None] | None = None,
         stop: threading.Event | None = None,
+        *,
+        timeout: float = 600.0,
+        drain: float | None = None,
     ) -> Records:
-        """Warm up, send the schedule, and return what was measured, with scrapes of the metrics about
-        every second.
+        """Warm up, send the schedule, and return what was measured, with the metrics of every second.
 
-        ``stop`` ends the load early and keeps what was measured. Raises RunFailed when the server ends
-        meanwhile.
+        ``stop`` ends the load early and keeps what was measured. ``timeout`` and ``drain`` are those of
+        ``loadgen.client``. Raises RunFailed when the server ends meanwhile.
         """
 
     @abstractmethod

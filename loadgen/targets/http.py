@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+
+from loadgen.probe import Url
 
 
-class Unreachable(Exception):
+class NoAnswer(Exception):
     """No HTTP answer: refused, timed out, closed, or not HTTP. ``timed_out`` tells a hang from the rest."""
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
@@ -31,47 +33,43 @@ class Answer:
 
 
 class Http:
-    """One server; a new connection for each request, no proxies. ``url`` may have a path, or end in /v1."""
+    """One server; a new connection for each request, no proxies. Raises ValueError for a bad URL."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        self.url = base_url(url)
-        parts = urlsplit(self.url)
-        self._host, self._port, self._prefix = parts.hostname or "", parts.port, parts.path
-        secure = parts.scheme == "https"
-        self._connection = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+    def __init__(self, url: str, api_key: str | None = None, *, verify_tls: bool = True) -> None:
+        self._url = Url.parse(url)
+        self.url, self.api_key = str(self._url), api_key
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
+        if self._tls and not verify_tls:
+            self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
 
     def get(self, path: str, timeout: float) -> Answer:
-        """GET ``path``. ``timeout`` is in seconds, for each wait on the socket. Raises Unreachable."""
+        """GET ``path``. ``timeout`` is in seconds, for each wait on the socket. Raises NoAnswer."""
         return self._request("GET", path, None, timeout)
 
     def post(self, path: str, body: object, timeout: float) -> Answer:
-        """POST ``body`` as JSON. Raises Unreachable."""
+        """POST ``body`` as JSON. Raises NoAnswer."""
         return self._request("POST", path, json.dumps(body), timeout)
 
     def _request(self, method: str, path: str, body: str | None, timeout: float) -> Answer:
         headers = {**self._headers, "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
-        connection = self._connection(self._host, self._port, timeout=timeout)
+        connection = self._connect(timeout)
         try:
-            connection.request(method, self._prefix + path, body, headers)
+            connection.request(method, self._url.prefix + path, body, headers)
             response = connection.getresponse()
             return Answer(response.status, response.read().decode(errors="replace"))
         except TimeoutError:
-            raise Unreachable(f"{self.url}{path}: no answer in {timeout:g} s", timed_out=True) from None
+            raise NoAnswer(f"{self.url}{path}: no answer in {timeout:g} s", timed_out=True) from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise Unreachable(f"{self.url}{path}: {reason}") from None
+            raise NoAnswer(f"{self.url}{path}: {reason}") from None
         finally:
             connection.close()
 
-
-def base_url(url: str) -> str:
-    """``host:8000`` -> ``http://host:8000``; a trailing slash and ``/v1`` go. Raises ValueError."""
-    text = url if "://" in url else f"http://{url}"
-    parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"{url!r} is no server address: write e.g. http://127.0.0.1:8000")
-    path = parts.path.rstrip("/").removesuffix("/v1").rstrip("/")
-    return f"{parts.scheme}://{parts.netloc}{path}"
+    def _connect(self, timeout: float) -> http.client.HTTPConnection:
+        host, port = self._url.host, self._url.port
+        if self._tls:
+            return http.client.HTTPSConnection(host, port, timeout=timeout, context=self._tls)
+        return http.client.HTTPConnection(host, port, timeout=timeout)

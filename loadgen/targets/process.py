@@ -23,7 +23,7 @@ class ServerProcess:
     """A command that runs, with everything it starts, until :meth:`stop` or until this process ends.
 
     The command gets a session of its own (a Ctrl-C at the terminal does not reach it), its output goes to
-    ``log_path``. Closing happens on every way out of this process: ``stop``, an exception, SIGKILL.
+    ``log_path``. It ends on every way out of this process: ``stop``, an exception, SIGKILL.
     Raises OSError if the log cannot be opened.
     """
 
@@ -54,9 +54,8 @@ class ServerProcess:
 
     def stop(self) -> int:
         """End the whole tree and return the exit status. May be called again. An interrupt cuts it short."""
-        if self._supervisor.stdin is not None:
-            self._supervisor.stdin.close()  # from here on the tree ends, whatever happens to us
         try:
+            self._ask()  # from here on the tree ends, whatever happens to us
             self._supervisor.wait(self._grace + _MARGIN)
         except subprocess.TimeoutExpired:
             self._kill()
@@ -64,7 +63,14 @@ class ServerProcess:
             self._supervisor.terminate()
             self._supervisor.wait(_MARGIN)
             raise
+        if self._supervisor.stdin:
+            self._supervisor.stdin.close()
         return self._supervisor.returncode
+
+    def _ask(self) -> None:
+        if self._supervisor.stdin and not self._supervisor.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):  # it has ended
+                os.write(self._supervisor.stdin.fileno(), b".")
 
     def _kill(self) -> None:
         """The supervisor itself does not answer: end the tree from here."""

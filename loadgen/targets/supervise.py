@@ -3,10 +3,10 @@
     python supervise.py PARENT_PID GRACE_SECONDS COMMAND [ARGUMENT …]
 
 A program of its own, because a parent that is killed with SIGKILL can clean up nothing. Its standard
-input is the lifeline: when the parent closes it, on purpose or by dying, the server's whole process tree
-is ended: SIGTERM to the server, SIGTERM to what the server left, SIGKILL to what is left then. On Linux
-it adopts the tree's orphans (PR_SET_CHILD_SUBREAPER), so a child in another session, or one whose parent
-has died, is found too.
+input is the lifeline: a byte on it asks for the end, its closing says that the parent is dead. Then the
+whole process tree is ended: SIGTERM to the server, SIGTERM to what the server left, SIGKILL to what is
+left then. On Linux it adopts the tree's orphans (PR_SET_CHILD_SUBREAPER), so a child in another session,
+or one whose parent has died, is found too.
 
 The server's output is copied to standard output, which is the log; when the log's disk is full, lines are
 lost and the server runs on. Exits with the server's status (128 + N when signal N ended it), or 127 if it
@@ -28,6 +28,8 @@ from collections.abc import Callable, Sequence
 import psutil
 
 CANNOT_START = 127
+ORPHAN_GRACE = 3.0
+"""The grace, at most, when nobody waits for the end any more."""
 LEFTOVER_GRACE = 2.0
 """Seconds that the processes a server left behind have between SIGTERM and SIGKILL."""
 KILL_PATIENCE = 10.0
@@ -59,20 +61,20 @@ class Supervisor:
         finally:
             os.close(inlet)
         self._status: int | None = None
-        self._orphaned = False
+        self._asked = False
         self._selector = selectors.DefaultSelector()
         self._selector.register(sys.stdin.fileno(), selectors.EVENT_READ, self._read_lifeline)
         self._selector.register(self._output, selectors.EVENT_READ, self._copy_output)
 
     def run(self) -> int:
         """Serve until the server or the parent ends; then end the whole tree. Returns the exit status."""
-        while self._status is None and not self._orphaned and not self._hurry:
+        while self._status is None and not self._asked and not self._hurry:
             self._turn()
         if self._status is None:
             self._signal([psutil.Process(self._server.pid)], signal.SIGTERM)
-            self._wait(lambda: self._status is not None, self._grace)
+            self._wait(lambda: self._status is not None, lambda: self._grace)
         self._signal(self._tree(), signal.SIGTERM)
-        self._wait(lambda: not self._tree(), LEFTOVER_GRACE)
+        self._wait(lambda: not self._tree(), lambda: LEFTOVER_GRACE)
         deadline = time.monotonic() + KILL_PATIENCE
         while (left := self._tree()) and time.monotonic() < deadline:
             self._signal(left, signal.SIGKILL)
@@ -88,17 +90,24 @@ class Supervisor:
             key.data()
         self._reap()
         if os.getppid() != self._parent:  # somebody else may hold the lifeline open, e.g. a forked worker
-            self._orphaned = True
+            self._orphaned()
 
-    def _wait(self, done: Callable[[], bool], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not done() and not self._hurry and time.monotonic() < deadline:
+    def _wait(self, done: Callable[[], bool], patience: Callable[[], float]) -> None:
+        """Turn until ``done``, or for ``patience`` seconds, which may shrink meanwhile."""
+        began = time.monotonic()
+        while not done() and not self._hurry and time.monotonic() - began < patience():
             self._turn()
 
     def _read_lifeline(self) -> None:
-        if not os.read(sys.stdin.fileno(), 1):
+        if os.read(sys.stdin.fileno(), 1):
+            self._asked = True
+        else:
             self._selector.unregister(sys.stdin.fileno())
-            self._orphaned = True
+            self._orphaned()
+
+    def _orphaned(self) -> None:
+        self._asked = True
+        self._grace = min(self._grace, ORPHAN_GRACE)
 
     def _copy_output(self) -> None:
         chunk = os.read(self._output, 1 << 16)

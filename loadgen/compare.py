@@ -1,0 +1,358 @@
+"""Two configs compared by paired, interleaved runs: for the tuner's confirmation, the doctor, the gate."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from loadgen.paired import Effect, Verdict, floor_of, holm, judge, overall, paired_effect, rises
+from loadgen.record import Records
+from loadgen.stats import RATES, Bound, Summary
+from loadgen.target import OpenTarget, Target, TargetFailed
+from loadgen.workload import Schedule
+
+SCHEMA = "vtune.comparison/1"
+COUNTS = ("failed", "backlog")
+"""Metrics that are compared as totals: a ratio of zeros says nothing."""
+Side = Literal["a", "b"]
+_MAY_DIFFER = {"url"}
+_NO_ROOM = ("out_of_memory", "kv_cache_too_small", "killed")
+
+
+class Incomparable(ValueError):
+    """The runs did not do the same thing on the same machine; the message names what differs."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One run of each side on the schedule of ``seed``."""
+
+    seed: int
+    a: Records
+    b: Records
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric. ``a`` and ``b``: geometric means over the runs (totals for counts), in the metric's unit.
+
+    ``ratio`` is B/A, ``low`` and ``high`` its interval at the comparison's confidence; all three are nan
+    where there is no ratio. ``p`` is adjusted over the rows after Holm. ``floor`` is the smallest effect
+    that counts.
+    """
+
+    metric: str
+    a: float
+    b: float
+    ratio: float
+    low: float
+    high: float
+    p: float
+    floor: float
+    verdict: Verdict
+    note: str = ""
+
+    @property
+    def change(self) -> str:
+        """As people say it: ``-66 % (-72 … -58)``."""
+        if math.isnan(self.ratio):
+            return "n/a"
+        low, high = (f"{100 * (edge - 1):+.0f}" if edge < 100 else "∞" for edge in (self.low, self.high))
+        return f"{100 * (self.ratio - 1):+.0f} % ({low} … {high})"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The answer. ``together``: both servers were up all the time; else they were restarted in turn."""
+
+    verdict: Verdict
+    rows: tuple[Row, ...]
+    pairs: tuple[Pair, ...] = field(repr=False)
+    confidence: float = 0.95
+    a: Mapping[str, Any] = field(default_factory=dict)
+    b: Mapping[str, Any] = field(default_factory=dict)
+    together: bool = True
+    notes: tuple[str, ...] = ()
+
+    def row(self, metric: str) -> Row:
+        """Raises KeyError for a metric that was not compared."""
+        for row in self.rows:
+            if row.metric == metric:
+                return row
+        raise KeyError(f"{metric} was not compared; there is {', '.join(row.metric for row in self.rows)}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values, without the runs themselves; nan and infinity become None."""
+        return {
+            "schema": SCHEMA,
+            "verdict": self.verdict,
+            "confidence": self.confidence,
+            "together": self.together,
+            "a": dict(self.a),
+            "b": dict(self.b),
+            "seeds": [pair.seed for pair in self.pairs],
+            "schedules": [pair.a.schedule_sha256 for pair in self.pairs],
+            "rows": [
+                {
+                    name: None if isinstance(value, float) and not math.isfinite(value) else value
+                    for name, value in asdict(row).items()
+                }
+                for row in self.rows
+            ],
+            "notes": list(self.notes),
+        }
+
+    def table(self) -> list[tuple[str, str, str, str, str]]:
+        """Rows of (metric, A, B, change with interval, verdict), the first one the headings."""
+        head = ("metric", "A", "B", f"change ({self.confidence:.0%} interval)", "verdict")
+        body = [
+            (row.metric, _number(row.metric, row.a), _number(row.metric, row.b), row.change, row.verdict)
+            for row in self.rows
+        ]
+        return [head, *body]
+
+
+def compare(
+    target: Target,
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    schedule_for: Callable[[int], Schedule],
+    *,
+    seeds: Sequence[int],
+    metrics: Sequence[str],
+    bounds: Sequence[Bound] = (),
+    confidence: float = 0.95,
+    together: bool | None = None,
+    time_limit: float | None = None,
+    progress: Callable[[int, int, str], None] | None = None,
+    stop: threading.Event | None = None,
+) -> Comparison:
+    """Run configs ``a`` and ``b`` in pairs, one pair a seed, in the order AB BA AB …, and compare them.
+
+    ``together``: both servers stay up and are loaded in turn. None: if the target allows it and both fit;
+    else they are restarted in turn, which takes a start a pair. ``time_limit`` in seconds: no pair is begun
+    that would probably exceed it (two are made in any case). ``progress`` is called before each run with
+    (runs done, runs planned, what comes). ``stop`` ends early; the pair in progress is dropped.
+    ``bounds`` are those of goodput. A metric may name a class: ``ttft_p95{class=short}``.
+
+    Raises TargetFailed, whose ``side`` says which config, and KeyError for an unknown metric or class.
+    """
+    stop = stop or threading.Event()
+    began = time.monotonic()
+    pairs: list[Pair] = []
+    with _Sides(target, {"a": a, "b": b}, together) as sides:
+        for index, seed in enumerate(seeds):
+            if index >= 2 and time_limit is not None:
+                elapsed = time.monotonic() - began
+                if elapsed * (index + 1) / index > time_limit:
+                    break
+            schedule = schedule_for(seed)
+            runs: dict[Side, Records] = {}
+            for side in _order(index):
+                if progress:
+                    progress(2 * index + len(runs), 2 * len(seeds), f"pair {index + 1}, {side.upper()}")
+                runs[side] = sides.run(side, schedule, stop)
+                if stop.is_set():
+                    break
+            if stop.is_set():
+                break
+            pairs.append(Pair(seed, runs["a"], runs["b"]))
+        notes = [sides.note] if sides.note else []
+    if len(pairs) < len(seeds):
+        why = "interrupted" if stop.is_set() else "out of time"
+        notes.append(f"{why} after {len(pairs)} of {len(seeds)} pairs")
+    result = compare_runs(pairs, metrics, bounds=bounds, confidence=confidence)
+    return replace(result, a=dict(a), b=dict(b), together=sides.together, notes=(*notes, *result.notes))
+
+
+def compare_runs(
+    pairs: Sequence[Pair],
+    metrics: Sequence[str],
+    *,
+    bounds: Sequence[Bound] = (),
+    confidence: float = 0.95,
+) -> Comparison:
+    """Compare runs that exist, e.g. saved ones. Raises Incomparable, and KeyError for an unknown metric."""
+    for pair in pairs:
+        _check(pair, pairs[0])
+    notes = _invalidating(pairs)
+    summaries = [(pair.a.summary(bounds), pair.b.summary(bounds)) for pair in pairs]
+    rows = _rows(summaries, metrics, confidence) if pairs else ()
+    verdict: Verdict = "invalid" if notes else overall([row.verdict for row in rows])
+    return Comparison(verdict, rows, tuple(pairs), confidence, notes=tuple(notes))
+
+
+def _rows(
+    summaries: Sequence[tuple[Summary, Summary]], metrics: Sequence[str], confidence: float
+) -> tuple[Row, ...]:
+    """Holm's adjustment is over the metrics that have a p-value."""
+    drafts = [_draft(summaries, metric, confidence) for metric in metrics]
+    adjusted = iter(holm([draft.p for draft in drafts if isinstance(draft, Effect)]))
+    rows = []
+    for metric, draft in zip(metrics, drafts, strict=True):
+        if isinstance(draft, Row):
+            rows.append(draft)
+            continue
+        p, floor = next(adjusted), floor_of(metric)
+        verdict = judge(draft, p, floor=floor, rises=rises(metric), alpha=1 - confidence)
+        rows.append(Row(metric, draft.a, draft.b, draft.ratio, draft.low, draft.high, p, floor, verdict))
+    return tuple(rows)
+
+
+def _draft(summaries: Sequence[tuple[Summary, Summary]], metric: str, confidence: float) -> Effect | Row:
+    """The metric's effect, or its finished row where there is no ratio to test."""
+    name, cls = split_metric(metric)
+    a, b = ([side.value(name, cls) for side in sides] for sides in zip(*summaries, strict=True))
+    if name in COUNTS:
+        return _count_row(metric, summaries, sum(a), sum(b))
+    for side, values in (("A", a), ("B", b)):
+        bad = [value for value in values if not (math.isfinite(value) and value > 0)]
+        if bad:
+            why = "failed requests" if math.inf in bad else "too few samples"
+            note = f"no figure in {len(bad)} of {len(values)} runs of {side}: {why}"
+            mean_a, mean_b = float(np.mean(a)), float(np.mean(b))
+            nan = math.nan
+            return Row(metric, mean_a, mean_b, nan, nan, nan, nan, floor_of(metric), "inconclusive", note)
+    return paired_effect(a, b, confidence)
+
+
+def _count_row(metric: str, summaries: Sequence[tuple[Summary, Summary]], a: float, b: float) -> Row:
+    """Totals: none on side B passes; more than on side A by more than chance is a regression."""
+    name, cls = split_metric(metric)
+    nan = math.nan
+    if b <= a:
+        return Row(metric, a, b, nan, nan, nan, nan, 0.0, "pass")
+    if name == "failed":
+        total_a, total_b = (
+            sum(side.value("measured", cls) for side in sides) for sides in zip(*summaries, strict=True)
+        )
+        p = _more_failures(int(a), int(total_a), int(b), int(total_b))
+        verdict: Verdict = "regress" if p < 0.05 else "inconclusive"
+        return Row(
+            metric, a, b, nan, nan, nan, p, 0.0, verdict, f"of {total_a:.0f} and {total_b:.0f} requests"
+        )
+    return Row(metric, a, b, nan, nan, nan, nan, 0.0, "regress")
+
+
+def _more_failures(failed_a: int, total_a: int, failed_b: int, total_b: int) -> float:
+    """Fisher's exact test, one-sided: the chance of so many failures on side B if both fail alike."""
+    from scipy.stats import hypergeom
+
+    return float(hypergeom.sf(failed_b - 1, total_a + total_b, failed_a + failed_b, total_b))
+
+
+def split_metric(metric: str) -> tuple[str, str | None]:
+    """``ttft_p95{class=short}`` -> ("ttft_p95", "short"). Raises KeyError for another form."""
+    match = re.fullmatch(r"(\w+)(?:\{class=([^}]+)\})?", metric)
+    if match is None:
+        raise KeyError(f"{metric!r} is no metric: write e.g. itl_p99 or ttft_p95{{class=short}}")
+    return match[1], match[2]
+
+
+class _Sides:
+    """The two configs, both open at once or one after the other."""
+
+    def __init__(
+        self, target: Target, configs: Mapping[Side, Mapping[str, Any]], together: bool | None
+    ) -> None:
+        self.together = not target.exclusive if together is None else together
+        self.note = ""
+        self._target, self._configs = target, configs
+        self._open: dict[Side, tuple[ExitStack, OpenTarget]] = {}
+
+    def __enter__(self) -> _Sides:
+        if self.together:
+            try:
+                for side in self._configs:
+                    self._start(side)
+            except TargetFailed as failure:
+                self._close()
+                if failure.reason not in _NO_ROOM or failure.side == "a":
+                    raise
+                self.together = False
+                self.note = f"both servers at once did not fit ({failure.reason}): restarted in turn"
+            except BaseException:
+                self._close()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def run(self, side: Side, schedule: Schedule, stop: threading.Event) -> Records:
+        if side not in self._open:
+            self._close()
+            self._start(side)
+        try:
+            return self._open[side][1].run(schedule, stop=stop)
+        except TargetFailed as failure:
+            failure.side = side
+            raise
+
+    def _start(self, side: Side) -> None:
+        stack = ExitStack()
+        try:
+            server = stack.enter_context(self._target.open(self._configs[side]))
+        except TargetFailed as failure:
+            failure.side = side
+            raise
+        self._open[side] = (stack, server)
+
+    def _close(self) -> None:
+        """End every open server, even if ending one of them fails."""
+        with ExitStack() as all_of_them:
+            while self._open:
+                all_of_them.push(self._open.popitem()[1][0])
+
+
+def _order(index: int) -> tuple[Side, Side]:
+    """ABBA: a drift of the machine hits both sides alike."""
+    return ("a", "b") if index % 2 == 0 else ("b", "a")
+
+
+def _check(pair: Pair, first: Pair) -> None:
+    """Raise Incomparable unless all runs were of one kind."""
+    where = f"the runs of seed {pair.seed}"
+    if pair.a.schedule_sha256 != pair.b.schedule_sha256:
+        raise Incomparable(
+            f"{where} sent different schedules: A {pair.a.schedule} ({pair.a.schedule_sha256[:12]}), "
+            f"B {pair.b.schedule} ({pair.b.schedule_sha256[:12]}). Measure both with one workload and seed"
+        )
+    for run in (pair.a, pair.b):
+        reference = first.a.environment
+        differing = [
+            f"{key} ({reference.get(key)!r} and {run.environment.get(key)!r})"
+            for key in sorted({*reference, *run.environment} - _MAY_DIFFER)
+            if reference.get(key) != run.environment.get(key)
+        ]
+        if differing:
+            raise Incomparable(f"{where} come from different environments: {', '.join(differing)}")
+
+
+def _invalidating(pairs: Sequence[Pair]) -> list[str]:
+    """Why no verdict may be given at all; empty if it may."""
+    if not pairs:
+        return ["no pair of runs was completed"]
+    return [
+        f"seed {pair.seed}, {side}: {'interrupted' if run.partial else '; '.join(run.reasons)}"
+        for pair in pairs
+        for side, run in (("A", pair.a), ("B", pair.b))
+        if run.partial or run.verdict == "client_limited"
+    ]
+
+
+def _number(metric: str, value: float) -> str:
+    """Seconds as milliseconds, rates and counts as they are."""
+    if math.isnan(value):
+        return "n/a"
+    if split_metric(metric)[0] in (*COUNTS, *RATES):
+        return f"{value:.4g}"
+    return f"{1e3 * value:.4g} ms"

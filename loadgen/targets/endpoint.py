@@ -1,0 +1,221 @@
+"""A server that answers HTTP, whoever started it: load, scrapes, probe."""
+
+from __future__ import annotations
+
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from loadgen.flags import render
+from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
+from loadgen.targets.failures import classify
+from loadgen.targets.http import Http, NoAnswer
+from loadgen.targets.process import ServerProcess
+
+if TYPE_CHECKING:
+    from loadgen.record import Records
+    from loadgen.workload import Schedule
+
+SCRAPE_SECONDS = 1.0
+_WATCH_SECONDS = 0.2
+_EXIT_SECONDS = 5.0
+"""How long a server that stopped answering may take to be gone."""
+_HTTP_TIMEOUT = 2.0
+
+
+class OpenServer(OpenTarget):
+    """A server that answers. ``process`` is None when it is not ours."""
+
+    def __init__(self, http: Http, process: ServerProcess | None, model: str = "") -> None:
+        self.url, self.model = http.url, model
+        self.log_path = process.log_path if process else None
+        self._http, self._process = http, process
+
+    def run(
+        self,
+        schedule: Schedule,
+        progress: Callable[..., None] | None = None,
+        stop: threading.Event | None = None,
+        *,
+        timeout: float = 600.0,
+        drain: float | None = None,
+    ) -> Records:
+        from loadgen.client import Unreachable, run_schedule
+
+        with _Watch(self, stop) as watch:
+            try:
+                records = run_schedule(
+                    self.url,
+                    schedule,
+                    model=self.model or None,
+                    api_key=self._http.api_key,
+                    progress=progress,
+                    stop=watch.stop,
+                    timeout=timeout,
+                    drain=drain,
+                )
+            except Unreachable as error:
+                self.raise_if_ended(RunFailed, _EXIT_SECONDS)
+                reason = "hangs" if self._process else "unreachable"
+                raise RunFailed(reason, str(error), self.log_tail(), self.log_path) from None
+        records = replace(records, scrapes=tuple(watch.scrapes))
+        try:
+            self.raise_if_ended(RunFailed, 0 if self._healthy() else _EXIT_SECONDS)
+        except RunFailed as failure:
+            failure.records = records
+            raise
+        return records
+
+    def scrape(self) -> str:
+        try:
+            answer = self._http.get("/metrics", _HTTP_TIMEOUT)
+        except NoAnswer:
+            return ""
+        return answer.body if answer.status == 200 else ""
+
+    def log_tail(self, lines: int = 30) -> str:
+        return self._process.log_tail(lines) if self._process else ""
+
+    def health_problem(self) -> str:
+        """Why the server is not healthy; "" when it is. One without /health is asked for its models."""
+        try:
+            answer = self._http.get("/health", _HTTP_TIMEOUT)
+            if answer.status == 404:
+                answer = self._http.get("/v1/models", _HTTP_TIMEOUT)
+        except NoAnswer as error:
+            return str(error)
+        if answer.status == 200:
+            return ""
+        return f"{self.url}/health: HTTP {answer.status} {answer.body.strip()[:200]}".rstrip()
+
+    def check(self, timeout: float) -> None:
+        """Read the model's name and length, then send one small request: a server that says it is healthy
+        must also answer, within ``timeout`` seconds. Raises StartFailed."""
+        try:
+            self._identify()
+            body = {"model": self.model, "prompt": "Hello", "max_tokens": 2, "temperature": 0}
+            answer = self._http.post("/v1/completions", body, timeout)
+        except NoAnswer as error:
+            self.raise_if_ended(StartFailed, _EXIT_SECONDS if not error.timed_out else 0)
+            reason = "hangs" if error.timed_out else "unhealthy"
+            raise self._start_failed(reason, f"healthy, but the first request failed: {error}") from None
+        content = answer.json()
+        if answer.status != 200 or not isinstance(content, dict) or not content.get("choices"):
+            self.raise_if_ended(StartFailed)
+            text = answer.body.strip()[:300]
+            raise self._start_failed(
+                "unhealthy", f"healthy, but the first request got HTTP {answer.status}: {text}"
+            )
+
+    def raise_if_ended(self, error: type[StartFailed] | type[RunFailed], patience: float = 0.0) -> None:
+        """Raise ``error`` with the cause, if our process has ended or ends within ``patience`` seconds."""
+        deadline = time.monotonic() + patience
+        while self._process and (status := self._process.poll()) is None and time.monotonic() < deadline:
+            time.sleep(_WATCH_SECONDS)
+        if self._process and (status := self._process.poll()) is not None:
+            failure = classify(self.log_tail(200), status)
+            raise error(failure.reason, failure.detail, self.log_tail(), self.log_path)
+
+    def ended(self) -> bool:
+        """True when our process is gone; False for a server that is not ours."""
+        return self._process is not None and self._process.poll() is not None
+
+    def _identify(self) -> None:
+        content = self._http.get("/v1/models", _HTTP_TIMEOUT).json()
+        models = content.get("data") if isinstance(content, dict) else None
+        if models and isinstance(models[0], dict):
+            self.model = self.model or str(models[0].get("id", ""))
+            self.max_model_len = models[0].get("max_model_len")
+
+    def _healthy(self) -> bool:
+        return not self.ended() and not self.health_problem()
+
+    def _start_failed(self, reason: str, detail: str) -> StartFailed:
+        return StartFailed(reason, detail, self.log_tail(), self.log_path)
+
+
+class EndpointTarget(Target):
+    """A server that is already running and is not ours: measured as it is, never restarted.
+
+    ``flags`` are the flags it is known to run with; a config that asks for others is refused. ``model``
+    defaults to the first one that the server lists. Raises ValueError for a bad URL.
+    """
+
+    restartable = False
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        flags: Mapping[str, Any] | None = None,
+        model: str = "",
+        api_key: str | None = None,
+        verify_tls: bool = True,
+        probe_timeout: float = 120.0,
+    ) -> None:
+        self._http = Http(url, api_key, verify_tls=verify_tls)
+        self.name = self._http.url
+        self._flags = dict(flags or {})
+        self._model, self._probe_timeout = model, probe_timeout
+
+    def launch_command(self, config: Mapping[str, Any]) -> str:
+        """The flags only: how the server is launched is not known."""
+        return shlex.join(render({**self._flags, **config}))
+
+    @contextmanager
+    def open(self, config: Mapping[str, Any]) -> Iterator[OpenServer]:
+        """Check that it answers. Raises StartFailed."""
+        changed = sorted(name for name, value in config.items() if self._flags.get(name) != value)
+        if changed:
+            raise StartFailed(
+                "not_restartable",
+                f"{self.name} is already running and cannot be given other flags ({', '.join(changed)}): "
+                "name a command that starts a server, such as 'vllm serve M {flags}'",
+            )
+        server = OpenServer(self._http, None, self._model)
+        if problem := server.health_problem():
+            raise StartFailed("unreachable", problem)
+        server.check(self._probe_timeout)
+        yield server
+
+
+class _Watch:
+    """Beside a load: scrapes the metrics every second, and ends the load when the server ends."""
+
+    def __init__(self, server: OpenServer, asked: threading.Event | None) -> None:
+        self.stop = threading.Event()
+        """Set when the load should end: somebody asked for it, or the server is gone."""
+        self.scrapes: list[tuple[int, str]] = []
+        self._server, self._asked = server, asked
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
+
+    def __enter__(self) -> _Watch:
+        self._scrape()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        if self.scrapes and not self._server.ended():
+            self._scrape()
+
+    def _watch(self) -> None:
+        due = time.monotonic() + SCRAPE_SECONDS
+        while not self._done.wait(_WATCH_SECONDS):
+            if self._server.ended() or (self._asked is not None and self._asked.is_set()):
+                self.stop.set()
+                return
+            if self.scrapes and time.monotonic() >= due:  # without a first one there are no metrics
+                self._scrape()
+                due = time.monotonic() + SCRAPE_SECONDS
+
+    def _scrape(self) -> None:
+        stamp = time.time_ns() // 1_000_000
+        if text := self._server.scrape():
+            self.scrapes.append((stamp, text))
