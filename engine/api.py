@@ -33,6 +33,8 @@ from engine.responses import ChatWriter, Choice, CompletionWriter, Writer
 from engine.tokenizer import ChatTemplateError
 
 logger = logging.getLogger("vtune.api")
+MAX_WARNINGS = 100
+"""Names of unknown fields to tell about; a client that invents ever new ones must not fill the log."""
 LONG_TEXT = 20_000
 """Characters from which tokenizing moves to a thread, to keep the loop responsive."""
 
@@ -141,10 +143,10 @@ class Api:
         self._check_model(options.model)
         if not self._frontend.alive:
             raise EngineDeadError("the engine process is gone")
-        news = set(options.unknown) - self._warned
-        if news:
-            self._warned |= set(sorted(news)[:100])
-            logger.warning(f"fields present in a request but ignored: {', '.join(sorted(news))[:500]}")
+        news = sorted(set(options.unknown) - self._warned)
+        if news and len(self._warned) < MAX_WARNINGS:
+            self._warned.update(news)
+            logger.warning(f"fields present in a request but ignored: {', '.join(news)[:500]}")
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model_name):

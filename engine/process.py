@@ -202,6 +202,7 @@ class EngineProcess:
         self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.StreamReader | None = None
         self.alive = False
+        self._last_words = ""
         with theirs:
             self._child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "engine.process", str(theirs.fileno())],
@@ -231,6 +232,8 @@ class EngineProcess:
         try:
             while isinstance(message := await self._receive(), Stepped):
                 yield message
+            if isinstance(message, Failed):
+                self._last_words = f": {message.message}"
         finally:
             self.alive = False
 
@@ -250,7 +253,9 @@ class EngineProcess:
             code = self._child.wait(1)  # the channel has just closed: it is about to end, or has
         except subprocess.TimeoutExpired:
             return "closed its channel"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}{self._last_words}"
 
     def close(self) -> None:
         """Stop the child: it leaves when the channel closes, and is killed if it does not."""

@@ -82,6 +82,7 @@ async def _serve(
     logger.info(f"Starting vtune server on http://{host}:{port}")
     await asyncio.wait((engine_task, http_task, stop), return_when=asyncio.FIRST_COMPLETED)
     if engine_task.done() and not stop.done():
+        engine_task.result()  # a fault of ours on this side of the channel is raised, not waited out
         logger.error(f"the engine is gone; answering 503 for {DEAD_SECONDS:.0f} s, then leaving")
         await asyncio.wait((stop, http_task), timeout=DEAD_SECONDS, return_when=asyncio.FIRST_COMPLETED)
     frontend.fail_all(EngineDeadError("the server is shutting down"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -135,6 +137,13 @@ def test_refusals(started: list[tuple[Any, ...]], line: list[str], words: str) -
     assert code == 2
     assert words in output
     assert not started
+
+
+def test_the_http_side_does_without_torch() -> None:
+    """It has to be up by the time the engine is; and two copies of torch are one too many."""
+    probe = "import sys, engine.service; print(*{'torch', 'transformers', 'fastapi'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
 
 
 def test_help_has_examples() -> None:
