@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ from loadgen.workload import PRESETS as WORKLOADS
 from tuner.display import make_observer
 from tuner.interrupts import Interrupts
 from tuner.job import DEFAULT_BUDGET, Job, JobError
-from tuner.launch import BUNDLED_HUB_ID, launch
+from tuner.launch import BUNDLED_HUB_ID, Launch, launch
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
 from tuner.report import Facts, write_report
 from tuner.slo import SloError, parse_slo
-from tuner.space import SpaceError, build_space, effective
+from tuner.space import Config, SpaceError, build_space, effective
 from tuner.study import StudyError, open_storage, open_study
 from tuner.trial import Bench, SetupFailed
 
@@ -104,7 +104,8 @@ def _run(options: Options, console: Console) -> int:
             except SetupFailed:
                 observer.note(f"what was measured is kept; go on with: {_resume_command(name, options)}")
                 raise
-        paths = _report(name, optimizer, outcome, target, out)
+        begun = optimizer.begun
+        paths = write_report(report_facts(name, optimizer, outcome, target, out)) if begun else []
         _print_verdict(outcome, optimizer, target, paths, console, options.as_json)
         if outcome.kind == "interrupted":
             console.print(f"go on with: {_resume_command(name, options)}", markup=False, soft_wrap=True)
@@ -257,13 +258,10 @@ def _storage(url: str) -> Iterator[optuna.storages.BaseStorage]:
             storage.engine.dispose()
 
 
-def _report(name: str, optimizer: Optimizer, outcome: Outcome, target: Target, out: Path) -> list[Path]:
-    """Write the report; nothing, where not even the baseline was begun."""
-    if not hasattr(optimizer, "study"):
-        return []
-    job, study = optimizer.job, optimizer.study
-    best = outcome.best
-    facts = Facts(
+def report_facts(name: str, optimizer: Optimizer, outcome: Outcome, target: Target, out: Path) -> Facts:
+    """Everything for the report of a study whose baseline was begun."""
+    job, study, survey = optimizer.job, optimizer.study, optimizer.survey
+    return Facts(
         study=name,
         slo=optimizer.slo,
         space=study.space,
@@ -271,18 +269,17 @@ def _report(name: str, optimizer: Optimizer, outcome: Outcome, target: Target, o
         results=study.results,
         importances=study.importances(),
         baseline_launch=launch(target.launch_command(job.flags), job.model, job.flags),
-        best_launch=_launch(optimizer, target, best.config) if best else None,
-        load=optimizer.load.description if optimizer.survey.rate or optimizer.survey.concurrency else "none",
-        survey=optimizer.survey.describe() if optimizer.survey.capacity else "the load was given",
+        best_launch=_launch(optimizer, target, outcome.best.config) if outcome.best else None,
+        load=optimizer.load.description if survey.rate or survey.concurrency else "none: no server came up",
+        survey=survey.describe() if survey.capacity else "the load was given",
         plan=optimizer.plan.describe() if optimizer.plan else "",
         seconds=optimizer.clock.spent,
         target=target.name,
         out=out,
     )
-    return write_report(facts)
 
 
-def _launch(optimizer: Optimizer, target: Target, config: Mapping[str, Any]) -> Any:
+def _launch(optimizer: Optimizer, target: Target, config: Config) -> Launch:
     flags = optimizer.flags(config)
     return launch(target.launch_command(flags), optimizer.job.model, flags)
 

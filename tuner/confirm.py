@@ -14,7 +14,7 @@ from loadgen.compare import Comparison
 from loadgen.paired import paired_effect
 from tuner.measure import Run, measure
 from tuner.result import Measurement, without_nan
-from tuner.slo import COUNTS, Bound, Slo, format_value, name_of
+from tuner.slo import COUNTS, Bound, RelativeBound, Slo, format_value, name_of
 
 MIN_GAIN = 0.05
 """The objective must improve by this much, beside an interval that excludes no improvement."""
@@ -93,7 +93,8 @@ def assess(
     a, b = (measure(runs, slo) for runs in sides)
     single = [[measure([run], slo) for run in runs] for runs in sides]
     changes = {name: _change(name, a, b, *single) for name in compared_metrics(slo)}
-    problems = [_missed(bound, b) for bound in slo.resolve(a.value)]
+    problems = [_missed(bound, b) for bound in slo.bounds]
+    problems += [_worse(bound, changes[bound.metric]) for bound in slo.relative]
     if baseline_feasible:
         problems.append(_no_gain(slo, changes[slo.objective.name]))
     return Confirmation(
@@ -134,6 +135,15 @@ def _missed(bound: Bound, b: Measurement) -> str:
     if bound.violation(value) <= 0:
         return ""
     return f"{bound.name} is {format_value(bound.metric, value)}, the SLO asks for {bound}"
+
+
+def _worse(bound: RelativeBound, change: Change) -> str:
+    """Judged on the ratio over pairs, whose runs served the same requests: a tail percentile of few requests
+    jumps from one class of requests to the next when runs are pooled."""
+    ratio = change.b / change.a if math.isnan(change.ratio) and change.a else change.ratio
+    if Bound(bound.metric, bound.op, bound.factor).violation(ratio) <= 0:
+        return ""
+    return f"{change.metric} {change}, the SLO asks for {bound.op} {bound.note}"
 
 
 def _no_gain(slo: Slo, change: Change) -> str:

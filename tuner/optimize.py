@@ -25,7 +25,7 @@ from tuner.rungs import Rungs
 from tuner.slo import Slo, parse_slo
 from tuner.space import Config, build_space, effective
 from tuner.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
-from tuner.study import BASELINE, Proposal, Study, describe_changes
+from tuner.study import BASELINE, SLACK, Proposal, Study, describe_changes
 from tuner.survey import OFFERED_SHARE, Survey, find_capacity, prefill_speed
 from tuner.trial import Attempt, Bench, Criteria, ServerFailed, SetupFailed
 
@@ -71,9 +71,14 @@ class Optimizer:
         finally:
             self._save("spent", self.clock.spent)
 
+    @property
+    def begun(self) -> bool:
+        """True once there is a study: the device is surveyed, the space known."""
+        return hasattr(self, "study")
+
     def interrupted(self) -> Outcome:
         """What can be said after a KeyboardInterrupt."""
-        if not hasattr(self, "study"):
+        if not self.begun:
             return Outcome("interrupted", "Interrupted before the baseline was measured", "interrupted")
         best = self.study.best()
         found = "nothing is measured yet"
@@ -298,7 +303,23 @@ class Optimizer:
         if baseline.status == "failed":
             return unconfirmed(best, baseline, space, self.slo, ended)
         self.observer.phase("confirmation")
-        confirmation = self._confirm(best, baseline)
+        outcome = self._confirmed(best, baseline, ended)
+        if outcome.kind != "better" and (second := self._second(best)):
+            self.observer.note(f"{outcome.sentence}. There is time for the next best")
+            outcome = self._confirmed(second, baseline, ended)
+        return outcome
+
+    def _second(self, first: TrialResult) -> TrialResult | None:
+        """The next candidate that is safer than ``first``, if there is time to confirm it too."""
+        assert self.plan is not None, "the confirmation follows the plan"
+        if self.job.budget is not None and self.clock.spent + self.plan.confirm_seconds > self.job.budget:
+            return None
+        others = self.study.candidates()[1:]
+        safer = (r for r in others if r.slack >= first.slack + SLACK and self.study.space.changes(r.config))
+        return next(safer, None)
+
+    def _confirmed(self, best: TrialResult, baseline: TrialResult, ended: str) -> Outcome:
+        space, confirmation = self.study.space, self._confirm(best, baseline)
         if isinstance(confirmation, str):
             return broken(best, space, confirmation, ended)
         if confirmation.confirmed:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
-from tuner.slo import Bound, Objective, name_of
+from tuner.slo import COUNTS, Bound, Objective, name_of
 
 Status = Literal["measured", "stopped", "failed", "refused", "duplicate", "interrupted"]
 """measured: at full length. stopped: a short rung sufficed. failed: did not serve. refused: broke a rule and
@@ -82,6 +82,15 @@ class TrialResult:
     def feasible(self) -> bool:
         """Measured in full, and every bound held."""
         return self.status == "measured" and all(v <= 0 for v in self.violations.values())
+
+    @property
+    def slack(self) -> float:
+        """Relative distance to the nearest bound; negative where one is missed. Bounds of 0 have no
+        distance.
+        """
+        return min(
+            (-v for name, v in self.violations.items() if name not in (SERVES, *COUNTS)), default=math.inf
+        )
 
     def value(self, objective: Objective) -> float:
         return self.measurement.value(objective.metric, objective.cls) if self.measurement else math.nan

@@ -36,8 +36,12 @@ RULE = "rule"
 
 TIE = 0.1
 """Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
+SLACK = 0.05
+"""Relative distance that a candidate should keep to its bounds."""
 STARTUP_TRIALS = 5
 """So many are told before the sampler's model replaces chance."""
+MIN_IMPORTANCE_VALUES = 4
+"""Fewer different outcomes say nothing about importance."""
 FREE_AXES = 2
 FRUITLESS = 5
 """After so many proposals in a row that cannot be launched, an untried config is drawn at random."""
@@ -175,26 +179,53 @@ class Study:
         self.enqueue(attributes["config"], attributes.get("origin", SAMPLER), attributes.get("deaths", 0) + 1)
 
     def best(self) -> TrialResult | None:
-        """The feasible config to recommend: of those within TIE of the best, the one with fewest changes."""
+        """The config to recommend, the first of :meth:`candidates`."""
+        return next(iter(self.candidates()), None)
+
+    def candidates(self) -> list[TrialResult]:
+        """Feasible configs in the order in which to confirm them.
+
+        Those that keep SLACK to every bound come first, for one measurement does not tell a bound that is
+        just held from one that is just missed. Then the objective decides, and of those that tie with the
+        best the one with fewest changes.
+        """
         feasible = [r for r in self.results if r.feasible and math.isfinite(r.value(self.objective))]
-        if not feasible:
-            return None
         sign = 1 if self.objective.direction == "minimize" else -1
-        top = min(feasible, key=lambda r: sign * r.value(self.objective))
-        near = [r for r in feasible if _close(r.value(self.objective), top.value(self.objective))]
-        return min(near, key=lambda r: (len(self.space.changes(r.config)), sign * r.value(self.objective)))
+        ordered = sorted(feasible, key=lambda r: (r.slack < SLACK, sign * r.value(self.objective)))
+        if not ordered:
+            return []
+        top = ordered[0]
+        near = [r for r in ordered if r.slack >= min(SLACK, top.slack) and self._ties(r, top)]
+        first = min(near, key=lambda r: (len(self.space.changes(r.config)), ordered.index(r)))
+        return [first, *(r for r in ordered if r is not first)]
+
+    def _ties(self, a: TrialResult, b: TrialResult) -> bool:
+        x, y = a.value(self.objective), b.value(self.objective)
+        return abs(x - y) <= TIE * abs(y)
 
     def importances(self) -> dict[str, float]:
-        """Flag or axis -> share of the objective's variation (PED-ANOVA); empty with too few trials."""
-        trials = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
-        if len({t.value for t in trials}) < 4:
-            return {}
-        names = [a.name for a in self.space.axes if all(a.name in t.params for t in trials)]
-        varied = [n for n in names if len({t.params[n] for t in trials}) > 1]
-        if not varied:
+        """Axis -> share of the objective's variation (PED-ANOVA); empty with too few trials.
+
+        Taken on the short rungs, which trials that were stopped early have as well as the others.
+        """
+        shadow = optuna.create_study(direction=self.objective.direction)
+        shared = {axis.name for axis in self.space.axes if axis.needs is None}
+        for trial in self._study.get_trials(deepcopy=False):
+            result = trial.user_attrs.get("result")
+            short = TrialResult.from_json(result).short if result else None
+            value = short.value(self.objective.metric, self.objective.cls) if short else math.nan
+            if math.isfinite(value) and shared <= trial.params.keys():
+                distributions = {name: trial.distributions[name] for name in shared}
+                params = {name: trial.params[name] for name in shared}
+                shadow.add_trial(
+                    optuna.trial.create_trial(params=params, distributions=distributions, value=value)
+                )
+        told = shadow.get_trials(deepcopy=False)
+        varied = sorted(name for name in shared if len({t.params[name] for t in told}) > 1)
+        if len({t.value for t in told}) < MIN_IMPORTANCE_VALUES or not varied:
             return {}
         evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.5)
-        found = optuna.importance.get_param_importances(self._study, evaluator=evaluator, params=varied)
+        found = optuna.importance.get_param_importances(shadow, evaluator=evaluator, params=varied)
         return {name: value for name, value in found.items() if not math.isnan(value)}
 
     def _ask(self) -> Proposal | None:
@@ -257,10 +288,6 @@ class Study:
         queued = [t.user_attrs["queued"] for t in self._queued() if "queued" in t.user_attrs]
         told = [r.config for r in self.results if r.status != "interrupted"]
         return {config_key(config) for config in queued + told}
-
-
-def _close(a: float, b: float) -> bool:
-    return abs(a - b) <= TIE * abs(b)
 
 
 def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:

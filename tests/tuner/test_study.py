@@ -31,6 +31,7 @@ def result(proposal, status="measured", bounds=None, **kwargs):
         proposal.origin,
         status,
         measurement=measurement,
+        short=measurement,
         violations=violations,
         **kwargs,
     )

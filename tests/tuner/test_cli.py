@@ -1,0 +1,96 @@
+"""``vtune optimize``: what it refuses, with which words, before anything is started."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from vtune_cli import app
+
+
+def invoke(*arguments):
+
+    return CliRunner().invoke(app, ["optimize", *arguments])
+
+
+@pytest.fixture(autouse=True)
+def back(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["--slo", "itl_p99<50"], "needs a unit"),
+        (["--slo", "nonsense"], "unknown metric 'nonsense'"),
+        (["--target", "nonsense"], "unknown. Give bundled, vllm, or a command"),
+        (["--target", "http://127.0.0.1:1"], "cannot be restarted"),
+        (["--target", "x --max-num-seqs 4 {flags}"], "move it to --flags"),
+        (["--flags", "vllm serve M --max-num-seqs lots"], "must be a whole number"),
+        (["--flags", "vllm serve 'M"], "quotes do not match"),
+        (["--flags", "--max-num-batched-tokens auto"], "must be a number to be tuned"),
+        (["--workload", "nonsense"], "Known: chat"),
+        (["--rate", "1", "--concurrency", "2"], "either open or closed"),
+        (["--slo", "throughput", "--rate", "1"], "measured at saturation"),
+        (["--budget", "soon"], "no length of time"),
+        (["--run-time", "0s"], "no length of time"),
+        (["--fix", "nonsense"], "not a flag that is varied"),
+        (["--fix", "all"], "nothing is left to vary"),
+        (["--vary", "nonsense"], "has no range of its own"),
+        (["--vary", "block_size="], "no values after the ="),
+        (["--fix", "max-num-seqs", "--vary", "max-num-seqs"], "both --fix and --vary"),
+        (["--trials", "0"], "greater than or equal to 1"),
+        (["--rate", "-1"], "greater than or equal to 0.001"),
+        (["--storage", "nonsense"], "--storage nonsense: cannot be opened"),
+        (["--out", "/proc/nowhere"], "--out /proc/nowhere"),
+    ],
+)
+def test_errors_say_what_to_do_and_exit_2(tmp_path, arguments, fragment):
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert fragment in " ".join(result.output.split())
+    assert "Traceback" not in result.output
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+
+
+def test_a_typing_error_leaves_nothing_behind(tmp_path):
+    invoke("--slo", "itl_p99<50")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_that_is_not_there(tmp_path):
+    result = invoke("--target", "no-such-server {flags}", "--rate", "1", "--out", "out")
+    assert result.exit_code == 2
+    assert "there is no program 'no-such-server'" in result.output
+
+
+def test_help_has_examples_and_every_option_is_explained():
+    code = (
+        "import sys; from typer.testing import CliRunner; from vtune_cli import app;"
+        "print(CliRunner().invoke(app, ['optimize', '--help']).output);"
+        "heavy = {'optuna', 'torch', 'pandas', 'plotly', 'scipy', 'numpy'} & set(sys.modules);"
+        "assert not heavy, heavy"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "COLUMNS": "200"},
+    ).stdout
+    assert "Examples:" in shown
+    assert "vtune optimize --slo itl" in shown
+    for option in (
+        "--slo",
+        "--target",
+        "--flags",
+        "--budget",
+        "--fix",
+        "--vary",
+        "--storage",
+        "--study",
+        "--out",
+    ):
+        assert option in shown

@@ -1,0 +1,233 @@
+"""``vtune optimize`` as a process against a fake server: signals, resuming, and what is left running."""
+
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import psutil
+import pytest
+
+FAKE = Path(__file__).parents[1] / "fake_server.py"
+VTUNE = [sys.executable, "-c", "from vtune_cli import app; app()"]
+
+
+def target(*arguments):
+    words = [sys.executable, "-S", str(FAKE), "fake", *arguments]
+    return f"{shlex.join(words)} {{flags}} --port {{port}}"
+
+
+def command(*arguments, fake=(), trials=3):
+    """A study of about a second a trial; the start-up probe counts among the fake's completions."""
+    common = ["--study", "s", "--out", "out"]
+    if not arguments or arguments[0] != "resume":
+        common += ["--target", target("--time-scale", "0.2", *fake), "--rate", "25", "--workload", "random"]
+        common += ["--run-time", "1.5s", "--pairs", "2", "--trials", str(trials)]
+    else:
+        arguments = arguments[1:]
+    return [*VTUNE, "optimize", *common, *arguments]
+
+
+@pytest.fixture
+def run(tmp_path):
+    def run_(*arguments, **kwargs):
+        return subprocess.run(
+            command(*arguments, **kwargs), cwd=tmp_path, capture_output=True, text=True, timeout=120
+        )
+
+    return run_
+
+
+@pytest.fixture
+def start(tmp_path):
+    """A process in the background, with stderr in a file that can be waited on."""
+    started = []
+
+    def start_(*arguments, **kwargs):
+        words = command(*arguments, **kwargs)
+        with open(tmp_path / "stderr", "w") as log:
+            process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True)
+        started.append(process)
+        return process
+
+    yield start_
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def wait_for(tmp_path, text, times=1, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while (tmp_path / "stderr").read_text().count(text) < times:
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{text!r} was not seen in:\n{(tmp_path / 'stderr').read_text()}")
+        time.sleep(0.02)
+
+
+def servers(tmp_path):
+    """Fake servers of this test that run: their log directory is below tmp_path."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if str(FAKE) in process.cmdline() and process.cwd() == str(tmp_path):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def assert_no_server_is_left(tmp_path, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while servers(tmp_path):
+        assert time.monotonic() < deadline, f"left running: {servers(tmp_path)}"
+        time.sleep(0.05)
+
+
+def trials(tmp_path):
+    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path / 'out' / 'study.db'}")
+    try:
+        return optuna.load_study(study_name="s", storage=storage).trials
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+def launched(tmp_path):
+    results = [t.user_attrs["result"] for t in trials(tmp_path) if "result" in t.user_attrs]
+    return [r for r in results if r["status"] in ("measured", "stopped", "failed")]
+
+
+def test_a_whole_study(run, tmp_path):
+    ran = run("--json")
+    assert ran.returncode == 0, ran.stderr
+    report = json.loads(ran.stdout)
+    assert report["verdict"] in ("better", "baseline")
+    assert report["trials"][0]["status"] == "measured"
+    assert {"report.html", "report.md", "report.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
+    assert all(row["kv_tokens"] for row in report["kv_pool"])
+    assert "a start costs" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert_no_server_is_left(tmp_path)
+
+
+def test_kill_9_loses_one_trial_and_the_study_goes_on(start, run, tmp_path):
+    process = start(trials=4)
+    wait_for(tmp_path, "load 1 of 2", times=3)
+    process.kill()
+    process.wait()
+    before = launched(tmp_path)
+    assert len(before) == 2
+    assert [t.state.name for t in trials(tmp_path)].count("RUNNING") == 1
+    assert_no_server_is_left(tmp_path)
+    ran = run("resume")
+    assert ran.returncode == 0, ran.stderr
+    assert "1 trial(s) whose process died will be tried again" in ran.stderr
+    after = launched(tmp_path)
+    assert after[:2] == before, "what was measured stays as it was"
+    configs = [json.dumps(r["config"], sort_keys=True) for r in after]
+    assert len(set(configs)) == len(configs), "nothing is measured twice"
+    assert len(after) == 1 + 4
+    assert not [t for t in trials(tmp_path) if t.state.name == "RUNNING"]
+    assert_no_server_is_left(tmp_path)
+
+
+def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start, run, tmp_path):
+    process = start()
+    wait_for(tmp_path, "load 1 of 2", times=2)
+    process.send_signal(signal.SIGINT)
+    stdout, _ = process.communicate(timeout=30)
+    stderr = (tmp_path / "stderr").read_text()
+    assert process.returncode == 130
+    assert "Interrupted; best so far" in stdout
+    assert "go on with: vtune optimize --study s --out out" in stderr
+    assert "Traceback" not in stderr
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["verdict"] == "interrupted"
+    assert_no_server_is_left(tmp_path)
+    ran = run("resume")
+    assert ran.returncode == 0, ran.stderr
+    assert len(launched(tmp_path)) == 1 + 3
+
+
+def test_ctrl_c_while_a_server_starts(start, tmp_path):
+    process = start(fake=("--start-delay", "60"))
+    wait_for(tmp_path, "starting the server")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
+    assert_no_server_is_left(tmp_path)
+
+
+def test_a_second_ctrl_c_is_harder_and_leaves_no_server(start, tmp_path):
+    process = start(fake=("--fault", "ignore-term"))
+    wait_for(tmp_path, "load 1 of 2")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in (tmp_path / "stderr").read_text()
+    assert_no_server_is_left(tmp_path)
+
+
+def test_two_processes_do_not_share_a_study(start, run, tmp_path):
+    start()
+    wait_for(tmp_path, "load 1 of 2")
+    ran = run("resume")
+    assert ran.returncode == 2
+    assert "in use by another vtune" in ran.stderr
+
+
+def test_resuming_with_other_values_is_refused(run, tmp_path):
+    assert run(trials=1).returncode == 0
+    ran = run("resume", "--rate", "7")
+    assert ran.returncode == 2
+    assert "begun with other values of --rate" in ran.stderr
+    again = run("resume", "--trials", "2")
+    assert again.returncode == 0, again.stderr
+    assert len(launched(tmp_path)) == 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("oom", "out_of_memory"),
+        ("exit:3", "exited"),
+        ("error-500", "unhealthy"),
+        ("error-in-stream", "requests failed"),
+        ("die-mid-run:30", "died under load: out_of_memory"),
+    ],
+)
+def test_a_server_with_a_fault_ends_in_no_feasible_config(run, tmp_path, fault, reason):
+    ran = run(fake=("--fault", fault), trials=20)
+    assert ran.returncode == 1, ran.stderr
+    assert "No config served" in ran.stdout
+    failed = launched(tmp_path)
+    assert failed
+    assert all(r["status"] == "failed" and reason in r["reason"] for r in failed), failed[0]["reason"]
+    assert fault == "error-in-stream" or all(r["log_tail"] for r in failed)
+    assert_no_server_is_left(tmp_path)
+
+
+def test_a_region_of_configs_that_run_out_of_memory(run, tmp_path):
+    flags = "--max-num-batched-tokens 1024 --max-num-seqs 64"
+    ran = run(
+        "--flags",
+        flags,
+        "--fix",
+        "all",
+        "--vary",
+        "max_num_batched_tokens=512,4096",
+        fake=("--fault", "oom-above:2048"),
+    )
+    assert ran.returncode == 0, ran.stderr
+    by_budget = {r["config"]["max_num_batched_tokens"]: r for r in launched(tmp_path)}
+    assert by_budget[4096]["status"] == "failed"
+    assert "CUDA out of memory" in by_budget[4096]["log_tail"]
+    assert by_budget[512]["status"] in ("measured", "stopped")
+    assert "every config of the space was tried" in (tmp_path / "out" / "report.md").read_text()
