@@ -108,6 +108,8 @@ def run_engine(channel_fd: int) -> int:
     threading.Thread(target=_read_forever, args=(channel, inbox), daemon=True).start()
     try:
         _serve(inbox.get(), inbox, channel)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the parent is gone
     except Exception as error:
         expected, message = _explain(error)
         if not expected:
@@ -119,10 +121,18 @@ def run_engine(channel_fd: int) -> int:
 
 def _read_forever(channel: socket.socket, inbox: queue.SimpleQueue[Any]) -> None:
     """Messages into ``inbox``; leaves the process as soon as the parent has closed its end, or died."""
-    with channel.makefile("rb") as stream:
-        while header := stream.read(LENGTH.size):
-            body = stream.read(LENGTH.unpack(header)[0])
+    try:
+        stream = channel.makefile("rb")
+        while len(header := stream.read(LENGTH.size)) == LENGTH.size:
+            (size,) = LENGTH.unpack(header)
+            body = stream.read(size)
+            if len(body) < size:
+                break
             inbox.put(pickle.loads(body))
+    except OSError:
+        pass  # reset: the parent died with unread messages of ours
+    except Exception:
+        traceback.print_exc()
     os._exit(0)
 
 
