@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import sys
 from typing import Annotated
 
 import typer
@@ -71,7 +72,7 @@ def explain(
         else:
             from engine.explain_table import print_steps
 
-            print_steps(setup, steps)
+            print_steps(setup, steps, sys.stdout)
     except ExplainError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None

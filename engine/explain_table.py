@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Iterable
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TextIO
 
 from engine.explain import ExplainedStep, Share
 from engine.explain_input import Setup
 
+HEADINGS: tuple[str, ...] = (
+    "step",
+    "budget",
+    "used",
+    "left",
+    "running",
+    "waiting",
+    "blocks",
+    "who gets how many",
+    "what happens",
+)
+LEFT_ALIGNED = ("budget", "who gets how many", "what happens")
+WIDEST_COLUMN = 60
+"""A longer cell pushes its row to the right, and not the whole column."""
 BAR_WIDTH = 32
-WIDTH_OF_FILES = 200
-"""Columns where the output is no terminal and COLUMNS is not set."""
 LEGEND = "budget: d decode, p prefill, s speculative draft, . left over"
 
 
@@ -86,41 +93,30 @@ def describe_events(step: ExplainedStep) -> str:
     return "; ".join(events)
 
 
-def print_steps(setup: Setup, steps: Iterable[ExplainedStep]) -> None:
-    """Print the table to standard output, one row a step.
+def print_steps(setup: Setup, steps: Iterable[ExplainedStep], file: TextIO) -> None:
+    """Print the table, one row a step; running, waiting and blocks are counted right after scheduling.
 
-    Running, waiting and blocks are counted right after scheduling. When ``steps`` raises, the steps before
-    are printed, and the error goes on.
+    When ``steps`` raises, the steps before are printed, and the error goes on.
     """
-    fixed = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if fixed else WIDTH_OF_FILES, highlight=False)
-    table = _empty_table()
-    console.print(Text(describe_setup(setup)))
+    file.write(describe_setup(setup) + "\n")
+    rows = [HEADINGS]
     try:
         for step in steps:
-            cells = _cells(setup, step)
-            table.add_row(*(_printable(cell, console.encoding) for cell in cells))
+            rows.append(_cells(setup, step))
     finally:
-        console.print(table)
+        widths = [min(max(map(len, column)), WIDEST_COLUMN) for column in zip(*rows, strict=True)]
+        for row in rows:
+            line = "  ".join(
+                cell.ljust(width) if heading in LEFT_ALIGNED else cell.rjust(width)
+                for heading, cell, width in zip(HEADINGS, row, widths, strict=True)
+            )
+            file.write(_printable(line.rstrip(), file.encoding) + "\n")
 
 
-def _printable(cell: str, encoding: str) -> Text:
-    """Text, as an id may hold markup; and without what the terminal, or any, cannot encode."""
-    return Text(cell.encode(encoding, "backslashreplace").decode(encoding))
-
-
-def _empty_table() -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("step", justify="right")
-    table.add_column("budget", overflow="fold")
-    table.add_column("used", justify="right")
-    table.add_column("left", justify="right")
-    table.add_column("who gets how many")
-    table.add_column("running", justify="right")
-    table.add_column("waiting", justify="right")
-    table.add_column("blocks", justify="right")
-    table.add_column("what happens")
-    return table
+def _printable(line: str, encoding: str) -> str:
+    """``line`` with escapes for what an id may hold and the output cannot: controls, lone surrogates."""
+    shown = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+    return "".join(shown).encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _cells(setup: Setup, step: ExplainedStep) -> tuple[str, ...]:
@@ -131,9 +127,9 @@ def _cells(setup: Setup, step: ExplainedStep) -> tuple[str, ...]:
         budget_bar(step),
         str(used),
         str(plan.token_budget - used),
-        ", ".join(describe_share(share) for share in step.shares) or "nobody",
         f"{plan.num_running}/{setup.engine.max_num_seqs}",
         str(plan.num_waiting),
         f"{usable - plan.free_blocks}/{usable}",
+        ", ".join(describe_share(share) for share in step.shares) or "nobody",
         describe_events(step),
     )
