@@ -135,7 +135,7 @@ class Api:
         async with contextlib.aclosing(self._frontend.generate(prompts, options, arrival)) as steps:
             async for deltas in steps:
                 for delta in deltas:
-                    choices[delta.index].add(delta)
+                    choices[delta.index].add(delta.piece)
         return JSONResponse(writer.body(choices))
 
     def _admit(self, options: Options) -> None:

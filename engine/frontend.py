@@ -14,23 +14,19 @@ from engine.model_config import ModelConfig
 from engine.process import EngineDeadError, EngineInfo, EngineProcess
 from engine.protocol import Options
 from engine.request import Request, RequestStatus, SamplingParams
-from engine.step import RequestOutput, TokenLogprobs
-from engine.stop_strings import StopMatcher
-from engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from engine.step import RequestOutput
+from engine.text_stream import Piece, TextStream
+from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("vtune.frontend")
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step brought to one choice. ``finish_reason`` is set on its last delta."""
+    """What one step brought to one choice of an HTTP request."""
 
     index: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
+    piece: Piece
 
 
 class Frontend:
@@ -102,7 +98,7 @@ class Frontend:
                     if sequence is None:
                         continue  # it met a stop string while this was on its way
                     deltas.append(delta := sequence.advance(output))
-                    if delta.finish_reason is not None:
+                    if sequence.finished:
                         self._finished(sequence, output, groups[delta.index // options.n])
                         del open_sequences[output.request_id]
                 yield deltas
@@ -126,14 +122,20 @@ class Frontend:
             arrival_time=arrival,
             cache_salt=options.cache_salt,
         )
-        return _Sequence(index, request, self.tokenizer, options)
+        text = TextStream(
+            self.tokenizer,
+            sampling,
+            skip_special_tokens=options.skip_special_tokens,
+            include_stop=options.include_stop,
+        )
+        return _Sequence(index, request, text)
 
     def _finished(self, sequence: _Sequence, output: RequestOutput, group: list[_Sequence]) -> None:
         self._mailboxes.pop(sequence.request_id, None)
         if output.finish is None:  # only the text says that it is over: the engine must be told
             self._process.abort((sequence.request_id,), RequestStatus.FINISHED_STOPPED)
         if all(member.finished for member in group):
-            self.metrics.record_group(len(group), max(member.num_tokens for member in group))
+            self.metrics.record_group(len(group), max(member.text.num_tokens for member in group))
 
     async def _log_forever(self) -> None:
         while True:
@@ -142,48 +144,22 @@ class Frontend:
 
 
 class _Sequence:
-    """One choice on its way: its text so far, and whether it has met a stop string."""
+    """One choice on its way."""
 
-    __slots__ = ("_detokenizer", "_silent_stop", "_stops", "finished", "index", "num_tokens", "request")
+    __slots__ = ("finished", "index", "request", "text")
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, options: Options) -> None:
-        self.index, self.request = index, request
-        self.num_tokens = 0
+    def __init__(self, index: int, request: Request, text: TextStream) -> None:
+        self.index, self.request, self.text = index, request, text
         self.finished = False
-        self._detokenizer = IncrementalDetokenizer(tokenizer, options.skip_special_tokens)
-        self._stops = StopMatcher(request.sampling.stop, options.include_stop)
-        self._silent_stop = not options.include_stop
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
 
     def advance(self, output: RequestOutput) -> Delta:
-        """Turn new tokens into text, up to a stop string; what the engine sent beyond it is dropped."""
-        tokens = output.token_ids
-        silent = self._silent_stop and output.finish is RequestStatus.FINISHED_STOPPED
-        text, used = "", 0
-        while used < len(tokens) and self._stops.matched is None:
-            used += 1
-            self.num_tokens += 1
-            if not (silent and used == len(tokens)):
-                text += self._checked(self._detokenizer.push(tokens[used - 1 : used]))
-        if output.finish is not None and self._stops.matched is None:
-            text += self._checked(self._detokenizer.finish())
-        if self._stops.matched is None:
-            reason = output.finish.value if output.finish else None
-            stop_reason: int | str | None = output.stop_reason
-            text += self._stops.finish() if output.finish else ""
-        else:
-            reason, stop_reason = "stop", self._stops.matched
-        self.finished = reason is not None
-        return Delta(self.index, text, tokens[:used], output.logprobs[:used], reason, stop_reason)
-
-    def _checked(self, text: str) -> str:
-        """Text that may go out. Up to ``min_tokens``, stop strings are not looked for."""
-        if self.num_tokens <= self.request.sampling.min_tokens:
-            return text
-        return self._stops.push(text)
+        piece = self.text.advance(output)
+        self.finished = piece.finish_reason is not None
+        return Delta(self.index, piece)
 
 
 class _Mailbox:

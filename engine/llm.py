@@ -11,8 +11,8 @@ from engine.core import EngineCore
 from engine.model_config import load_model_config
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.step import RequestOutput, StepOutput, StepPlan, TokenLogprobs
-from engine.stop_strings import StopMatcher
-from engine.tokenizer import IncrementalDetokenizer, Tokenizer
+from engine.text_stream import TextStream
+from engine.tokenizer import Tokenizer
 from engine.weights import resolve_model
 
 if TYPE_CHECKING:
@@ -41,40 +41,29 @@ class _Sequence:
     """A request on its way, and the text made of it so far."""
 
     request: Request
-    detokenizer: IncrementalDetokenizer
-    matcher: StopMatcher
+    stream: TextStream
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: RequestStatus | None = None
+    finish_reason: str | None = None
     stop_reason: int | str | None = None
 
     def take(self, output: RequestOutput) -> bool:
         """Book an output; True if a stop string ended the text, so that the request is to be dropped."""
-        for place, token in enumerate(output.token_ids):
-            self.token_ids.append(token)
-            if output.logprobs:
-                self.logprobs.append(output.logprobs[place])
-            self.text += self.matcher.push(self.detokenizer.push((token,)))
-            if self.matcher.matched is not None:
-                self.finish, self.stop_reason = RequestStatus.FINISHED_STOPPED, self.matcher.matched
-                return output.finish is None
-        if output.finish is not None:
-            self.text += self.matcher.push(self.detokenizer.finish())
-            if self.matcher.matched is None:
-                self.text += self.matcher.finish()
-                self.finish, self.stop_reason = output.finish, output.stop_reason
-            else:
-                self.finish, self.stop_reason = RequestStatus.FINISHED_STOPPED, self.matcher.matched
-        return False
+        piece = self.stream.advance(output)
+        self.text += piece.text
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
+        return piece.finish_reason is not None and output.finish is None
 
     def completion(self) -> Completion:
-        assert self.finish is not None
+        assert self.finish_reason is not None
         return Completion(
             prompt_token_ids=self.request.prompt_token_ids,
             token_ids=self.token_ids,
             text=self.text,
-            finish_reason=self.finish.value,
+            finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None if self.request.sampling.logprobs is None else self.logprobs,
             num_cached_tokens=self.request.num_cached_tokens,
@@ -167,6 +156,4 @@ class LLM:
             priority=priority,
             arrival_time=float(self._num_requests),
         )
-        return _Sequence(
-            request, IncrementalDetokenizer(self.tokenizer), StopMatcher(sampling.stop), finish=None
-        )
+        return _Sequence(request, TextStream(self.tokenizer, sampling))

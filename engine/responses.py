@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from engine.frontend import Delta
 from engine.protocol import Options
 from engine.step import TokenLogprobs
+from engine.text_stream import Piece
 from engine.tokenizer import Tokenizer
 
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
@@ -44,11 +45,11 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def add(self, delta: Delta) -> None:
-        self.text.append(delta.text)
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
-        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+    def add(self, piece: Piece) -> None:
+        self.text.append(piece.text)
+        self.token_ids += piece.token_ids
+        self.logprobs += piece.logprobs
+        self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 
 class Writer:
@@ -87,19 +88,20 @@ class Writer:
         return f'{self._head}[],"usage":{_dumps(self.usage.as_json())}}}\n\n'.encode() + DONE
 
     def _chunk(self, delta: Delta) -> str:
-        self.usage.completion_tokens += len(delta.token_ids)
+        index, piece = delta.index, delta.piece
+        self.usage.completion_tokens += len(piece.token_ids)
         opening = ""
-        extra = f',"token_ids":{_dumps(delta.token_ids)}' if self._options.return_token_ids else ""
-        if delta.index not in self._opened:
-            self._opened.add(delta.index)
-            opening = self._opening(delta.index)
+        extra = f',"token_ids":{_dumps(piece.token_ids)}' if self._options.return_token_ids else ""
+        if index not in self._opened:
+            self._opened.add(index)
+            opening = self._opening(index)
             if self._options.return_token_ids:
-                extra += f',"prompt_token_ids":{_dumps(self._prompt_of(delta.index))}'
-        logprobs = _dumps(self._logprobs(delta.index, delta.logprobs)) if delta.logprobs else "null"
+                extra += f',"prompt_token_ids":{_dumps(self._prompt_of(index))}'
+        logprobs = _dumps(self._logprobs(index, piece.logprobs)) if piece.logprobs else "null"
         choice = (
-            f'{{"index":{delta.index},{self._content(delta.text)},"logprobs":{logprobs},'
-            f'"finish_reason":{_dumps(delta.finish_reason)},'
-            f'"stop_reason":{_dumps(delta.stop_reason)}{extra}}}'
+            f'{{"index":{index},{self._content(piece.text)},"logprobs":{logprobs},'
+            f'"finish_reason":{_dumps(piece.finish_reason)},'
+            f'"stop_reason":{_dumps(piece.stop_reason)}{extra}}}'
         )
         return f"{opening}{self._event(choice)}"
 
