@@ -23,6 +23,10 @@ from engine.step import PLACEHOLDER_TOKEN_ID, ScheduledRequest, StepPlan, StepRe
 from engine.weights import open_checkpoint, resolve_model
 
 
+INPUT_BYTES = 64
+"""Of a token's id, position and slot, in the widths that the kernels want them in."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Verify:
     """The rows of logits that decide what one request emits: ``[start, start + 1 + len(drafts))``."""
@@ -66,13 +70,14 @@ class ModelRunner:
         return self.model_config.max_position_embeddings
 
     def profile_activation(self) -> int:
-        """Peak bytes of a step of max_num_batched_tokens: every buffer of the step, plus what its operations
-        and the sampler allocate beside them (these two never at the same time)."""
+        """Peak bytes of a step of max_num_batched_tokens: every buffer of the step and its inputs, and what
+        the operations or the sampler, never both at the same time, allocate beside them."""
         operations = self._kernels.scratch_bytes(
             self.config.max_num_batched_tokens, self.config.max_num_seqs, self._max_model_len
         )
         sampling = Sampler.scratch_bytes(self._max_rows, self.model_config.vocab_size)
-        return self._workspace.nbytes + max(operations, sampling)
+        inputs = INPUT_BYTES * self.config.max_num_batched_tokens
+        return self._workspace.nbytes + inputs + max(operations, sampling)
 
     def allocate(self, num_blocks: int) -> None:
         """Make the paged KV tensors of every layer, ``num_blocks`` blocks each (the null block included)."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from engine.request import Request, SamplingParams
 from engine.step import TokenLogprobs
@@ -19,7 +20,13 @@ from engine.step import TokenLogprobs
 GREEDY_BELOW = 1e-5
 """Temperatures below count as 0, as in vLLM."""
 
-CANDIDATES = 512
+ROWS_AT_ONCE = 16
+"""Rows drawn from together: bounds the memory of sorting and summing over the vocabulary."""
+
+BLOCK = 64
+"""The vocabulary is looked at in blocks of so many columns before single columns are."""
+
+CANDIDATES = 384
 """top-p looks at so many of the largest logits first; only a flatter distribution is sorted as a whole."""
 
 
@@ -48,15 +55,16 @@ class Sampler:
 
     @staticmethod
     def scratch_bytes(rows: int, vocab_size: int) -> int:
-        """Peak bytes beside the logits: a filtered copy, its probabilities and their running sum, fp32."""
-        return 3 * 4 * rows * vocab_size
+        """Peak bytes beside the logits: a copy for logprobs, and what drawing from ROWS_AT_ONCE rows takes
+        where the whole vocabulary is sorted (48 bytes a column: values, 64-bit indices and sums, masks)."""
+        return 4 * vocab_size * rows + 12 * 4 * vocab_size * min(rows, ROWS_AT_ONCE)
 
     def sample(
         self, logits: torch.Tensor, rows: Sequence[SampleRow]
     ) -> tuple[list[int], list[TokenLogprobs | None]]:
         """Token and (where asked for) logprobs of each row of ``logits`` [R, vocab], which is overwritten."""
         wants = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        raw = logits[wants].log_softmax(-1) if wants else None
+        raw = logits[wants] if wants else None
         for i, row in enumerate(rows):
             params = row.params
             if row.position < params.min_tokens:
@@ -69,7 +77,7 @@ class Sampler:
         found: list[TokenLogprobs | None] = [None] * len(rows)
         if raw is not None:
             for place, i in enumerate(wants):
-                found[i] = token_logprobs(raw[place], tokens[i], rows[i].params.logprobs or 0)
+                found[i] = token_logprobs(raw[place].log_softmax(-1), tokens[i], rows[i].params.logprobs or 0)
         return tokens, found
 
     def _choose(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
@@ -81,10 +89,11 @@ class Sampler:
         filtered = [i for i in drawn if _is_filtered(rows[i].params, logits.shape[-1])]
         plain = [i for i in drawn if not _is_filtered(rows[i].params, logits.shape[-1])]
         for group, choose in ((plain, _draw), (filtered, _draw_filtered)):
-            if group:
-                members = [rows[i] for i in group]
-                scaled = _scale(logits[group], members)
-                for i, token in zip(group, choose(scaled, members, self._uniforms(members)), strict=True):
+            for start in range(0, len(group), ROWS_AT_ONCE):
+                part = group[start : start + ROWS_AT_ONCE]
+                members = [rows[i] for i in part]
+                scaled = _scale(logits[part], members)
+                for i, token in zip(part, choose(scaled, members, self._uniforms(members)), strict=True):
                     tokens[i] = token
         return tokens
 
@@ -158,48 +167,78 @@ def _scale(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
     return logits
 
 
+def _blocks(logits: torch.Tensor) -> torch.Tensor:
+    """[R, vocab] -> [R, blocks, BLOCK], padded with -inf."""
+    missing = -logits.shape[-1] % BLOCK
+    padded = F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+    return padded.unflatten(-1, (-1, BLOCK))
+
+
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], uniforms: torch.Tensor) -> list[int]:
-    return _invert(logits.softmax(-1), uniforms).tolist()
+    """One token of each row [R, vocab] by its softmax: first a block by its sum, then within the block."""
+    weights = (_blocks(logits) - logits.amax(-1)[:, None, None]).exp_()
+    block, rest = _invert(weights.sum(-1), uniforms)
+    within = weights[torch.arange(len(weights)), block]
+    place, _ = _invert(within, rest / within.sum(-1, keepdim=True))
+    return (block * BLOCK + place).tolist()
 
 
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """The column of each row [R, n] where its running sum passes ``uniforms`` [R, 1] times its total: [R]."""
+def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each row [R, n] the column in which its running sum passes ``uniforms`` [R, 1] times its total,
+    and by how much the sum before that column fell short [R, 1]."""
     sums = weights.cumsum(-1, dtype=torch.float64)
-    columns = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True).squeeze(-1)
+    target = uniforms.clamp(0.0, 1.0) * sums[:, -1:]
+    columns = torch.searchsorted(sums, target, right=True)
     # Rounding may carry the target to the total itself: then the last column that has any weight.
-    last = weights.shape[-1] - 1 - (weights > 0).int().flip(-1).argmax(-1)
-    return torch.minimum(columns, last)
+    last = weights.shape[-1] - 1 - (weights > 0).int().flip(-1).argmax(-1, keepdim=True)
+    columns = torch.minimum(columns, last)
+    before = sums.gather(-1, columns) - weights.gather(-1, columns)
+    return columns.squeeze(-1), target - before
 
 
 def _draw_filtered(logits: torch.Tensor, rows: Sequence[SampleRow], uniforms: torch.Tensor) -> list[int]:
     """top-k, then top-p of what is left, then draw; on the largest logits only where they suffice."""
     vocab = logits.shape[-1]
     top_k = [row.params.top_k if 0 < row.params.top_k < vocab else vocab for row in rows]
-    bounded = [k for k in top_k if k < vocab]
-    width = min(vocab, max([CANDIDATES, *bounded]))
-    values, indices = logits.topk(width, dim=-1)
     log_total = logits.logsumexp(-1, keepdim=True)
+    values, indices = _largest(logits, max(CANDIDATES, *(k for k in top_k if k < vocab), 0))
     if not _suffices(values, log_total, top_k, rows):
         values, indices = logits.sort(dim=-1, descending=True)
-        width = vocab
-    beyond = torch.arange(width) >= torch.tensor(top_k).unsqueeze(-1)
-    values = values.masked_fill(beyond, -torch.inf)
+    limits = torch.tensor(top_k).unsqueeze(-1)
+    values = values.masked_fill(torch.arange(values.shape[-1]) >= limits, -torch.inf)
     # The total is over the k that are left, or over the whole vocabulary where top-k is off.
-    unbounded = torch.tensor([k == vocab for k in top_k]).unsqueeze(-1)
-    total = torch.where(unbounded, log_total, values.logsumexp(-1, keepdim=True))
-    weights = (values - total).exp()
-    before = weights.cumsum(-1) - weights
+    total = torch.where(limits == vocab, log_total, values.logsumexp(-1, keepdim=True))
+    weights = (values - total).exp_()
+    before = weights.cumsum(-1).sub_(weights)
     outside = before >= _column([row.params.top_p for row in rows])
     outside[:, 0] = False  # the likeliest is always kept
-    chosen = _invert(weights.masked_fill_(outside, 0.0), uniforms)
+    chosen, _ = _invert(weights.masked_fill_(outside, 0.0), uniforms)
     return indices.gather(-1, chosen.unsqueeze(-1)).squeeze(-1).tolist()
+
+
+def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """At least the ``count`` largest of each row [R, vocab], in descending order, and their columns; short
+    rows end in -inf. Quicker than a top-k: the count-th largest of the blocks' maxima bounds what counts."""
+    peaks = _blocks(logits).amax(-1)
+    if count >= peaks.shape[-1]:
+        values, indices = logits.sort(dim=-1, descending=True)
+        return values, indices
+    mask = logits >= peaks.topk(count, dim=-1).values[:, -1:]
+    row, column = mask.nonzero(as_tuple=True)
+    counts = mask.sum(-1)
+    place = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+    values = torch.full((len(logits), int(counts.max())), -torch.inf)
+    indices = torch.zeros(values.shape, dtype=torch.long)
+    values[row, place], indices[row, place] = logits[row, column], column
+    values, order = values.sort(dim=-1, descending=True)
+    return values, indices.gather(-1, order)
 
 
 def _suffices(
     values: torch.Tensor, log_total: torch.Tensor, top_k: Sequence[int], rows: Sequence[SampleRow]
 ) -> bool:
     """Whether the candidates hold everything that top-k or top-p keeps, for every row."""
-    mass = (values - log_total).exp().sum(-1).tolist()
+    mass = (values - log_total).exp_().sum(-1).tolist()
     return all(
         k <= values.shape[-1] or part >= row.params.top_p
         for k, part, row in zip(top_k, mass, rows, strict=True)

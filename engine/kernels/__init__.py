@@ -17,7 +17,10 @@ def make_kernels(shape: AttentionShape, dtype: torch.dtype, cos: torch.Tensor, s
     from engine.kernels.native import NativeKernels, NativeUnavailable
 
     try:
-        return NativeKernels(shape, dtype, cos, sin)
+        kernels = NativeKernels(shape, dtype, cos, sin)
+        # What is left to torch is small, and two pools of threads would fight over the same cores.
+        torch.set_num_threads(1)
+        return kernels
     except NativeUnavailable as reason:
         logger.info("no C++ kernels (%s): using torch operations", reason)
         return TorchKernels(shape, dtype, cos, sin)
