@@ -1,6 +1,6 @@
 """Output speed of the bundled engine beside a real vLLM on the same CPU, same model, same client, in one run.
 
-    python benchmarks/engine_vs_vllm.py --vllm PATH/TO/venv/bin/vllm [--rounds 3] [--concurrency 16 1] [--json FILE]
+    .venv/bin/python -m benchmarks.engine_vs_vllm --vllm PATH/TO/venv/bin/vllm [--rounds 3] [--json FILE]
 
 Both servers are up and loaded in turn (ABBA), closed loop, random prompts of 256 tokens, 64 tokens out, bf16,
 ignore_eos, prompts never repeated. vLLM runs at its best CPU setting: worker threads on both cores
@@ -107,9 +107,8 @@ def main() -> None:
             ours, theirs = (statistics.median(by_server[name][metric]) for name in ("bundled", "vllm"))
             scale, unit = (1, "tok/s") if metric == "throughput" else (1000, "ms")
             ratio = ours / theirs if theirs else math.nan
-            print(
-                f"{concurrency:>11}  {metric:<11}{ours * scale:>10.1f}{theirs * scale:>10.1f}{ratio:>8.2f}   {unit}"
-            )
+            row = f"{ours * scale:>10.1f}{theirs * scale:>10.1f}{ratio:>8.2f}   {unit}"
+            print(f"{concurrency:>11}  {metric:<11}{row}")
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 
