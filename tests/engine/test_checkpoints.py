@@ -1,0 +1,201 @@
+"""Where models come from: directories, shards, GGUF, dummies, hub ids; and what is said when they do not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from reference_model import Reference
+from tiny_gguf import MERGES, TOKENS, write_gguf
+from tiny_llama import make_request, run_step, save_tiny_llama, write_config
+
+from engine.bundled import write_checkpoint
+from engine.config import EngineConfig
+from engine.gguf_checkpoint import GgufCheckpoint, GgufError
+from engine.model_config import ModelConfig, RopeConfig, load_model_config
+from engine.runner import ModelRunner
+from engine.tokenizer import Tokenizer
+from engine.weights import ModelError, open_checkpoint, resolve_model
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """The HF twin of the GGUF file below."""
+    return save_tiny_llama(
+        tmp_path / "hf",
+        vocab_size=len(TOKENS),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+    )
+
+
+@pytest.fixture
+def gguf(llama: Path, tmp_path: Path) -> Path:
+    return write_gguf(tmp_path / "model.gguf", dict(open_checkpoint(llama).tensors()))
+
+
+def test_gguf_gives_the_tensors_back(llama: Path, gguf: Path) -> None:
+    expected = dict(open_checkpoint(llama).tensors())
+    found = dict(open_checkpoint(gguf).tensors())
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor.float(), msg=name)
+
+
+def test_gguf_runs_as_its_hf_twin(llama: Path, gguf: Path) -> None:
+    reference, prompt = Reference(llama), [3, 4, 5, 6, 7, 8, 9]
+    runner = ModelRunner(EngineConfig(model=str(gguf), dtype="float32"))
+    runner.allocate(4)
+    result = run_step(runner, (make_request("a", prompt, [1]), 0, len(prompt)))
+    reference.check_greedy(prompt, result.tokens["a"])
+
+
+def test_gguf_config(gguf: Path) -> None:
+    config = load_model_config(gguf)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (2, 1, 32)
+    assert (config.rope, config.rms_norm_eps) == (RopeConfig(1000.0), 1e-5)
+    assert (config.eos_token_ids, config.vocab_size) == ((2,), len(TOKENS))
+    assert not config.tie_word_embeddings
+
+
+def test_gguf_written_as_a_directory_is_loaded_by_transformers(gguf: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    target = tmp_path / "made"
+    write_checkpoint(GgufCheckpoint(gguf), target)
+    theirs, ours = AutoTokenizer.from_pretrained(target), Tokenizer.load(target)
+    text = "hello world 012 <|im_end|>"
+    assert theirs(text)["input_ids"] == ours.encode(text) == Tokenizer.load(gguf).encode(text)
+    assert theirs.eos_token_id == 2
+    messages = [{"role": "user", "content": "hello"}]
+    assert theirs.apply_chat_template(messages, tokenize=False) == ours.apply_chat_template(messages)
+    assert Reference(target).model.config.rope_parameters["rope_theta"] == 1000.0
+    sizes = json.loads((target / "manifest.json").read_text())["sizes"]
+    assert sizes["model.safetensors"] == (target / "model.safetensors").stat().st_size
+
+
+def test_gguf_tokenizer_splits_digits_and_merges(gguf: Path) -> None:
+    tokenizer = Tokenizer.load(gguf)
+    assert tokenizer.encode("hello") == [TOKENS.index("hello")]
+    assert tokenizer.encode("012") == [TOKENS.index(digit) for digit in "012"]
+    assert len(MERGES) == 4
+
+
+def test_other_gguf_files_are_refused(llama: Path, tmp_path: Path) -> None:
+    weights = dict(open_checkpoint(llama).tensors())
+    with pytest.raises(GgufError, match="architecture 'falcon' is not supported"):
+        GgufCheckpoint(write_gguf(tmp_path / "falcon.gguf", {}, architecture="falcon"))
+    with pytest.raises(GgufError, match=r"tokenizer 'llama' .* not supported; name a directory"):
+        GgufCheckpoint(write_gguf(tmp_path / "spm.gguf", weights, tokenizer="llama")).tokenizer_json()
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF and then nothing")
+    with pytest.raises(GgufError, match=r"broken.gguf: not a readable GGUF file"):
+        GgufCheckpoint(broken)
+
+
+def test_shards_are_read_through_the_index(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path / "one")
+    save_tiny_llama(tmp_path / "many", shard_size="60KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 3
+    one, many = (dict(open_checkpoint(tmp_path / name).tensors()) for name in ("one", "many"))
+    assert set(one) == set(many)
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path, shard_size="60KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    shard.unlink()
+    with pytest.raises(ModelError, match=f"{shard.name} is missing"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:2000])
+    with pytest.raises(ModelError, match=r"model.safetensors: damaged"):
+        dict(open_checkpoint(tmp_path).tensors())
+
+
+def test_a_directory_without_weights(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    with pytest.raises(ModelError, match=r"no .safetensors file is missing|--load-format dummy"):
+        open_checkpoint(tmp_path)
+    assert dict(open_checkpoint(tmp_path, "dummy").tensors())
+
+
+def test_a_directory_without_a_config(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config.json is missing: not a Hugging Face model directory"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config.json: not readable as JSON"):
+        open_checkpoint(tmp_path)
+
+
+def test_dummy_takes_the_path_of_a_config(tmp_path: Path) -> None:
+    write_config(tmp_path, tie_word_embeddings=True, attention_bias=True)
+    tensors = dict(open_checkpoint(tmp_path / "config.json", "dummy").tensors())
+    assert "lm_head.weight" not in tensors
+    assert not tensors["model.layers.0.self_attn.q_proj.bias"].any()
+    assert tensors["model.norm.weight"].eq(1).all()
+    assert tensors["model.embed_tokens.weight"].std() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8}}, "llama3 rope scaling lacks low_freq_factor"),
+        ({"hidden_size": None}, "config.json"),
+    ],
+)
+def test_configs_that_cannot_be_run(tmp_path: Path, settings: dict, message: str) -> None:
+    write_config(tmp_path, **settings)
+    with pytest.raises(ModelError, match=message):
+        load_model_config(tmp_path, "dummy")
+
+
+def test_a_config_that_lacks_a_size() -> None:
+    with pytest.raises(ModelError, match=r"config.json lacks 'vocab_size'"):
+        ModelConfig.from_hf(
+            {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 1, "hidden_size": 32}
+        )
+
+
+def test_eos_of_the_generation_config_wins(tmp_path: Path) -> None:
+    write_config(tmp_path, eos_token_id=5)
+    assert load_model_config(tmp_path, "dummy").eos_token_ids == (5,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
+    assert load_model_config(tmp_path, "dummy").eos_token_ids == (7, 8)
+
+
+@pytest.mark.parametrize("name", ["/no/such/place", "./nothing", "model.gguf", "plain", "a/b/c"])
+def test_a_path_that_does_not_exist(name: str) -> None:
+    with pytest.raises(ModelError, match="no such file or directory, and not a hub id"):
+        resolve_model(name)
+
+
+def test_a_hub_id_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: str(tmp_path / name))
+    assert resolve_model("org/model") == tmp_path / "org/model"
+
+    def offline(name: str, **options: object) -> str:
+        raise ConnectionError("no route to the hub\nsecond line")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", offline)
+    with pytest.raises(ModelError, match=r"the hub could not deliver it \(no route to the hub\)"):
+        resolve_model("org/model")
+
+
+def test_a_path_stands_for_itself(tmp_path: Path) -> None:
+    assert resolve_model(str(tmp_path)) == tmp_path
