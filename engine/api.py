@@ -15,18 +15,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from engine.asgi import CLIENT_GONE, EventStream, error_event, read_body, unless_disconnected
+from engine.fields import Fields, RequestError, parse_json
 from engine.frontend import Frontend
 from engine.metrics import CONTENT_TYPE
 from engine.process import EngineDeadError
 from engine.protocol import (
     ChatRequest,
     CompletionRequest,
-    Fields,
     Options,
     Prompt,
-    RequestError,
     parse_chat,
-    parse_json,
 )
 from engine.request import SamplingParams
 from engine.responses import ChatWriter, Choice, CompletionWriter, Writer
@@ -143,6 +141,10 @@ class Api:
         self._check_model(options.model)
         if not self._frontend.alive:
             raise EngineDeadError("the engine process is gone")
+        model, sampling = self._frontend.model, options.sampling
+        stops = {*sampling.stop_token_ids, *model.eos_token_ids}
+        if sampling.min_tokens and len(stops) >= model.vocab_size:
+            raise RequestError("with min_tokens, some token must be no stop token", "stop_token_ids")
         news = sorted(set(options.unknown) - self._warned)
         if news and len(self._warned) < MAX_WARNINGS:
             self._warned.update(news)
@@ -177,6 +179,8 @@ class Api:
             return self._frontend.tokenizer.apply_chat_template(messages, opens, **variables)
         except ChatTemplateError as error:
             raise RequestError(str(error), "messages") from None
+        except TypeError as error:  # a variable named like an argument
+            raise RequestError(f"chat_template_kwargs: {error}", "chat_template_kwargs") from None
 
     # ---------------------------------------------------------------- everything else
 

@@ -16,8 +16,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from engine.fields import RequestError
 from engine.process import EngineDeadError
-from engine.protocol import RequestError
 from engine.responses import DONE, error_body
 
 T = TypeVar("T")

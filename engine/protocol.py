@@ -6,21 +6,18 @@ refusal names the field, its value and the rule.
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from engine.config import EngineConfig
+from engine.fields import Fields, RequestError, is_token_id
 from engine.request import SamplingParams
 
-T = TypeVar("T")
 Prompt = str | tuple[int, ...]
 MAX_SEQUENCES = 2048
 """Most sequences (prompts x n) of one HTTP request."""
 MAX_LOGPROBS = 20
-INT64 = 1 << 63
 
 REFUSED = (
     "allowed_token_ids",
@@ -63,108 +60,6 @@ IGNORED = (
     "user",
 )
 """Fields that change nothing here: tools, beams and the like are refused where they begin."""
-
-
-class RequestError(Exception):
-    """A request that is answered with a 4xx. ``param`` is the field at fault, where there is one."""
-
-    def __init__(
-        self, message: str, param: str | None = None, status: int = 400, kind: str = "BadRequestError"
-    ) -> None:
-        super().__init__(message)
-        self.message, self.param, self.status, self.kind = message, param, status, kind
-
-
-def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``. Raises RequestError."""
-    try:
-        value = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RequestError(f"The body must be a JSON object, not {_kind(value)}")
-    if b"\\u" in body and not _is_unicode(value):
-        raise RequestError("The body holds half of a surrogate pair: it is not valid Unicode")
-    return value
-
-
-class Fields:
-    """Typed access to the fields of a JSON object. ``null`` is the same as absent, as in OpenAI's API."""
-
-    def __init__(self, body: Mapping[str, Any], prefix: str = "") -> None:
-        self._body, self._prefix = body, prefix
-        self._seen: set[str] = set()
-
-    def raw(self, name: str) -> Any:
-        self._seen.add(name)
-        return self._body.get(name)
-
-    def refuse(self, name: str, rule: str) -> RequestError:
-        value = self._body.get(name)
-        shown = json.dumps(value) if isinstance(value, bool | int | float) else _kind(value)
-        return RequestError(f"{self._prefix}{name} {rule}, got {shown}", f"{self._prefix}{name}")
-
-    def boolean(self, name: str, default: bool = False) -> bool:
-        value = self.raw(name)
-        if value is not None and not isinstance(value, bool):
-            raise self.refuse(name, "must be true or false")
-        return default if value is None else value
-
-    def integer(self, name: str, default: T, low: int = -INT64, high: int = INT64 - 1) -> int | T:
-        value = self.raw(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.refuse(name, "must be an integer")
-        if not low <= value <= high:
-            open_ended = value < low and high == INT64 - 1
-            limits = f"at least {low}" if open_ended else f"between {low} and {high}"
-            raise self.refuse(name, f"must be {limits}")
-        return value
-
-    def number(self, name: str, default: float, rule: str, holds: Callable[[float], bool]) -> float:
-        """A finite number for which ``holds``; ``rule`` says it in words."""
-        value = self.raw(name)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.refuse(name, "must be a number")
-        if not math.isfinite(value):
-            raise self.refuse(name, "must be finite")
-        if not holds(value):
-            raise self.refuse(name, rule)
-        return float(value)
-
-    def text(self, name: str) -> str | None:
-        value = self.raw(name)
-        if value is not None and not isinstance(value, str):
-            raise self.refuse(name, "must be a string")
-        return value
-
-    def texts(self, name: str) -> tuple[str, ...]:
-        """One string or a list of them, none empty."""
-        value = self.raw(name)
-        values = [] if value is None else [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not all(isinstance(item, str) and item for item in values):
-            raise self.refuse(name, "must be a non-empty string or a list of them")
-        return tuple(values)
-
-    def token_ids(self, name: str) -> tuple[int, ...]:
-        value = self.raw(name)
-        values = [] if value is None else value
-        if not isinstance(values, list) or not all(map(_is_token_id, values)):
-            raise self.refuse(name, "must be a list of token ids")
-        return tuple(values)
-
-    def nested(self, name: str) -> Fields:
-        value = self.raw(name)
-        if value is not None and not isinstance(value, dict):
-            raise self.refuse(name, "must be an object")
-        return Fields(value or {}, f"{self._prefix}{name}.")
-
-    def unknown(self) -> list[str]:
-        """Names that nobody has asked for."""
-        return sorted(set(self._body) - self._seen)
 
 
 @dataclass(frozen=True)
@@ -302,11 +197,11 @@ def _prompts(fields: Fields) -> tuple[Prompt, ...]:
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
-        if all(map(_is_token_id, value)):
+        if all(map(is_token_id, value)):
             return (tuple(value),)
         if all(isinstance(item, str) for item in value):
             return tuple(value)
-        if all(isinstance(item, list) and item and all(map(_is_token_id, item)) for item in value):
+        if all(isinstance(item, list) and item and all(map(is_token_id, item)) for item in value):
             return tuple(map(tuple, value))
     raise fields.refuse(
         "prompt",
@@ -341,16 +236,17 @@ def _options(fields: Fields, config: EngineConfig, logprobs: int | None, max_tok
 
 
 def _sampling(fields: Fields, logprobs: int | None) -> SamplingParams:
+    """Limits that OpenAI's API does not have keep the sampler's arithmetic finite."""
     number = fields.number
     return SamplingParams(
         min_tokens=fields.integer("min_tokens", 0, 0),
-        temperature=number("temperature", 1.0, "must not be negative", lambda value: value >= 0),
+        temperature=number("temperature", 1.0, "must lie in [0, 1000]", lambda value: 0 <= value <= 1000),
         top_k=max(fields.integer("top_k", 0, -1), 0),
         top_p=number("top_p", 1.0, "must lie in (0, 1]", lambda value: 0 < value <= 1),
         min_p=number("min_p", 0.0, "must lie in [0, 1]", lambda value: 0 <= value <= 1),
         seed=fields.integer("seed", None),
         repetition_penalty=number(
-            "repetition_penalty", 1.0, "must be greater than 0", lambda value: value > 0
+            "repetition_penalty", 1.0, "must lie in [0.01, 100]", lambda value: 0.01 <= value <= 100
         ),
         presence_penalty=number(
             "presence_penalty", 0.0, "must lie in [-2, 2]", lambda value: -2 <= value <= 2
@@ -392,22 +288,3 @@ def _limit_sequences(num_prompts: int, n: int) -> None:
             f"prompts x n must not exceed {MAX_SEQUENCES}, got {num_prompts} x {n}; send several requests",
             "n",
         )
-
-
-def _is_token_id(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_unicode(value: object) -> bool:
-    """False where a string holds a lone surrogate, which JSON can write and UTF-8 cannot."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _kind(value: object) -> str:
-    """A JSON value's type in words (the value itself may be megabytes)."""
-    names = {dict: "an object", list: "a list", str: "a string", type(None): "nothing"}
-    return names.get(type(value), "a number")

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.protocol import ChatRequest, CompletionRequest, RequestError, parse_json
+from engine.fields import RequestError, parse_json
+from engine.protocol import ChatRequest, CompletionRequest
 
 CONFIG = EngineConfig(max_model_len=100)
 
@@ -75,13 +76,13 @@ def test_null_is_absent() -> None:
         ({"max_tokens": "5"}, "max_tokens", "must be an integer, got a string"),
         ({"max_tokens": 5.5}, "max_tokens", "must be an integer, got 5.5"),
         ({"max_tokens": True}, "max_tokens", "must be an integer, got true"),
-        ({"temperature": -0.1}, "temperature", "must not be negative, got -0.1"),
+        ({"temperature": -0.1}, "temperature", "must lie in [0, 1000], got -0.1"),
         ({"temperature": float("nan")}, "temperature", "must be finite"),
         ({"temperature": "hot"}, "temperature", "must be a number, got a string"),
         ({"top_p": 0}, "top_p", "must lie in (0, 1]"),
         ({"top_k": -2}, "top_k", "must be at least -1"),
         ({"min_p": 1.1}, "min_p", "must lie in [0, 1]"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "must be greater than 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "must lie in [0.01, 100]"),
         ({"presence_penalty": 3}, "presence_penalty", "must lie in [-2, 2]"),
         ({"logprobs": 21}, "logprobs", "must be between 0 and 20"),
         ({"n": 0}, "n", "must be between 1 and 2048"),
