@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -111,13 +112,18 @@ def test_the_whole_tree_ends_however_stubborn(tmp_path: Path) -> None:
 
 def test_what_a_server_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-S', '-c', {STUBBORN!r}])"
-    process = start(log, sys.executable, "-c", code)
-    started(log)
-    processes = tree(process._supervisor.pid)
-    wait_for(lambda: process.poll() is not None, "the supervisor's end")
+    code = f"""
+        import subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-S", "-c", {STUBBORN!r}])
+        while not open({str(log)!r}).read():
+            time.sleep(0.02)
+        print(child.pid, flush=True)
+    """
+    process = start(log, sys.executable, "-c", textwrap.dedent(code))
+    wait_for(lambda: process.poll() is not None, "the end of the tree")
     assert process.stop() == 0
-    assert not alive(processes)
+    _, pid = process.log_tail().split()
+    assert not psutil.pid_exists(int(pid))
 
 
 def test_the_server_ends_when_its_supervisor_is_killed(tmp_path: Path) -> None:
@@ -143,7 +149,7 @@ def test_a_hanging_supervisor_is_killed_with_its_tree(
     wait_for(lambda: not alive(processes), "the end of the tree")
 
 
-PARENT = """
+PARENT = textwrap.dedent("""
     import sys, time
     from pathlib import Path
     from loadgen.targets.process import ServerProcess
@@ -156,25 +162,26 @@ PARENT = """
     finally:
         print("stopping", flush=True)
         process.stop()
-"""
+""")
 
 
-def parent(log: Path, grace: float, *command: str) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(PARENT), str(log), str(grace), *command],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout
-    assert process.stdout.readline() == "started\n"
-    return process
+@contextmanager
+def parent(code: str, log: Path, grace: float) -> Iterator[subprocess.Popen[str]]:
+    """A program that uses a stubborn server, after it has said so; killed when the block is left."""
+    command = [sys.executable, "-c", code, str(log), str(grace), sys.executable, "-S", "-c", STUBBORN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout
+            assert process.stdout.readline() == "started\n"
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("moment", ["at once", "when it is up"])
 def test_a_killed_parent_leaves_nothing(tmp_path: Path, moment: str) -> None:
     log = tmp_path / "log"
-    with parent(log, 0.2, sys.executable, "-S", "-c", STUBBORN) as user:
+    with parent(PARENT, log, 0.2) as user:
         if moment == "when it is up":
             started(log)
         processes = tree(user.pid)[1:]
@@ -185,7 +192,7 @@ def test_a_killed_parent_leaves_nothing(tmp_path: Path, moment: str) -> None:
 def test_ctrl_c_twice_cuts_the_grace_short(tmp_path: Path) -> None:
     """The first interrupt stops the server, which has 10 minutes; the second ends it now."""
     log = tmp_path / "log"
-    with parent(log, 600, sys.executable, "-S", "-c", STUBBORN) as user:
+    with parent(PARENT, log, 600) as user:
         started(log)
         processes = tree(user.pid)
         user.send_signal(signal.SIGINT)
@@ -198,19 +205,17 @@ def test_ctrl_c_twice_cuts_the_grace_short(tmp_path: Path) -> None:
 def test_a_lifeline_held_by_somebody_else_does_not_keep_the_server(tmp_path: Path) -> None:
     """A forked child of the parent still holds the pipe when the parent is killed."""
     log = tmp_path / "log"
-    forking = textwrap.dedent(PARENT).replace('print("started"', 'import os; os.fork(); print("started"')
-    command = [sys.executable, "-c", forking, str(log), "0.2", sys.executable, "-S", "-c", STUBBORN]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as user:
-        assert user.stdout
-        assert [user.stdout.readline() for _ in range(2)] == ["started\n"] * 2
+    forking = PARENT.replace('print("started"', 'import os; os.fork() or time.sleep(600); print("started"')
+    with parent(forking, log, 0.2) as user:
         started(log)
-        children = tree(user.pid)[1:]
-        fork = next(p for p in children if p.cmdline() == psutil.Process(user.pid).cmdline())
-        servers = [p for p in children if p != fork]
-        assert len(servers) == 2
-        user.kill()
-        wait_for(lambda: not alive(servers), "the end of the server")
-        fork.kill()
+        fork = next(p for p in psutil.Process(user.pid).children() if p.cmdline()[:2] == user.args[:2])
+        servers = [p for p in tree(user.pid)[1:] if p != fork]
+        try:
+            assert len(servers) == 2
+            user.kill()
+            wait_for(lambda: not alive(servers), "the end of the server")
+        finally:
+            fork.kill()
 
 
 def test_a_full_disk_costs_the_log_and_not_the_server(tmp_path: Path) -> None:
