@@ -5,7 +5,7 @@ pairs.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,14 +82,17 @@ def record_directory(trial: int, side: str) -> Path:
 
 
 def assess(
-    comparison: Comparison, slo: Slo, seconds: float, trial: int, baseline_feasible: bool
+    comparison: Comparison, slo: Slo, seconds: Mapping[int, float], trial: int, baseline_feasible: bool
 ) -> Confirmation:
-    """Judge the pairs of a comparison (A: baseline, B: trial ``trial``; loads of ``seconds``) by the SLO.
+    """Judge the pairs of a comparison (A: baseline, B: trial ``trial``) by the SLO. ``seconds``: of each
+    seed's load.
 
     Where the baseline itself misses the SLO, holding it is what counts, and no gain is asked of the
     objective.
     """
-    sides = [[Run(getattr(pair, side), seconds) for pair in comparison.pairs] for side in ("a", "b")]
+    sides = [
+        [Run(getattr(pair, side), seconds[pair.seed]) for pair in comparison.pairs] for side in ("a", "b")
+    ]
     a, b = (measure(runs, slo) for runs in sides)
     single = [[measure([run], slo) for run in runs] for runs in sides]
     changes = {name: _change(name, a, b, *single) for name in compared_metrics(slo)}

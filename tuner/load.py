@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loadgen.arrivals import Arrival, ClosedLoop, Poisson
-from loadgen.workload import Length, RequestClass, Schedule, Workload
+from loadgen.workload import Length, RequestClass, Schedule, Workload, schedule_hash
 
+DECK = 20
+"""Workloads deal their classes from decks of so many requests: whole decks hold every class in its exact
+share.
+"""
+SHORT_SHARE = 0.4
+"""Of a run's requests, how many belong to the short rung."""
+WARMUP = 2
+"""Requests before a load, of the workload's first classes: a server's first steps are slow, and never
+measured.
+"""
 _SEEDS = 10_000
 _CONFIRM, _CAPACITY, _PROBE = 1_000, 2_000, 3_000
 
@@ -15,12 +25,14 @@ _CONFIRM, _CAPACITY, _PROBE = 1_000, 2_000, 3_000
 class Load:
     """What every trial is measured under. ``rate``: requests/s, open loop; ``concurrency``: closed loop.
 
+    ``seconds`` is the least length of a run; in an open loop a run is extended to whole decks of requests.
     Trials share their seeds, so that configs are compared on the same requests; a confirmation has seeds that
     no trial has seen.
     """
 
     workload: Workload
     seed: int
+    seconds: float
     rate: float | None = None
     concurrency: int | None = None
 
@@ -31,37 +43,77 @@ class Load:
         assert self.concurrency is not None, "a load has a rate or a concurrency"
         return ClosedLoop(self.concurrency)
 
-    def rung(self, index: int, seconds: float) -> Schedule:
-        """The schedule of a trial's rung ``index`` (0: short, 1: the rest)."""
-        return self._schedule(self.seed * _SEEDS + index, seconds)
+    @property
+    def run_seconds(self) -> float:
+        """Length of a run, as expected before its arrivals are drawn."""
+        return self.seconds if self.rate is None else self._count / self.rate
+
+    @property
+    def _count(self) -> int:
+        assert self.rate is not None, "a closed loop has a duration, not a number of requests"
+        return DECK * max(1, round(self.rate * self.seconds / DECK))
+
+    def rungs(self) -> tuple[Schedule, Schedule]:
+        """The two schedules of every trial, which together are one run. The second finds the server warm."""
+        seed = self.seed * _SEEDS
+        if self.rate is None:
+            parts = (SHORT_SHARE * self.seconds, (1 - SHORT_SHARE) * self.seconds)
+            short, rest = (self._closed(seed + i, part, 0 if i else WARMUP) for i, part in enumerate(parts))
+            return short, rest
+        return _cut(self._open(seed), round(SHORT_SHARE * self._count))
 
     def confirmation_seeds(self, pairs: int) -> list[int]:
         return [self.seed * _SEEDS + _CONFIRM + pair for pair in range(pairs)]
 
-    def confirmation(self, seed: int, seconds: float) -> Schedule:
-        return self._schedule(seed, seconds)
+    def confirmation(self, seed: int) -> Schedule:
+        return self._open(seed) if self.rate is not None else self._closed(seed, self.seconds, WARMUP)
 
-    def _schedule(self, seed: int, seconds: float) -> Schedule:
-        return self.workload.schedule(seed=seed, arrival=self.arrival, duration=seconds)
+    def _open(self, seed: int) -> Schedule:
+        return self.workload.schedule(
+            seed=seed, arrival=self.arrival, num_requests=self._count, warmup=WARMUP
+        )
+
+    def _closed(self, seed: int, seconds: float, warmup: int) -> Schedule:
+        return self.workload.schedule(seed=seed, arrival=self.arrival, duration=seconds, warmup=warmup)
 
     @property
     def description(self) -> str:
-        return f"{self.workload.description}; {self.arrival.description}"
+        return f"{self.workload.description}; {self.arrival.description}; runs of {self.run_seconds:.0f} s"
 
 
-def capacity_schedule(workload: Workload, seed: int, concurrency: int, seconds: float) -> Schedule:
-    """A closed loop to find out what the server can do."""
+def span(schedule: Schedule) -> float:
+    """Seconds during which the schedule's load is on: its duration, or until its last request is due."""
+    return schedule.duration or schedule.requests[-1].intended
+
+
+def _cut(schedule: Schedule, count: int) -> tuple[Schedule, Schedule]:
+    """The first ``count`` requests, and the others as a load of their own that begins with its first
+    request.
+    """
+    begin = schedule.requests[count].intended
+    late = tuple(replace(r, intended=r.intended - begin) for r in schedule.requests[count:])
+    parts = ((schedule.requests[:count], schedule.warmup), (late, ()))
+    first, second = (
+        replace(
+            schedule,
+            requests=requests,
+            warmup=warmup,
+            sha256=schedule_hash(requests, schedule.mode, schedule.concurrency, None),
+            description=f"{schedule.description}, part {part} of 2",
+        )
+        for part, (requests, warmup) in enumerate(parts, start=1)
+    )
+    return first, second
+
+
+def capacity_schedule(workload: Workload, seed: int, count: int, concurrency: int) -> Schedule:
+    """A closed loop of ``count`` requests, to find out what the server can do."""
     return workload.schedule(
-        seed=seed * _SEEDS + _CAPACITY + concurrency, arrival=ClosedLoop(concurrency), duration=seconds
+        seed=seed * _SEEDS + _CAPACITY, arrival=ClosedLoop(concurrency), num_requests=count, warmup=WARMUP
     )
 
 
 def prefill_schedule(vocab_size: int, tokens: int, seed: int) -> Schedule:
-    """Three prompts of ``tokens`` tokens, one after the other, one output token each."""
+    """Two prompts of ``tokens`` tokens, one after the other, one output token each."""
     lone = Workload("prefill", (RequestClass("prefill", 1, Length(tokens), Length(1)),), vocab_size)
-    return lone.schedule(seed=seed * _SEEDS + _PROBE, arrival=ClosedLoop(1), num_requests=3, warmup=1)
-
-
-def mean_output(schedule: Schedule) -> float:
-    """Output tokens a request, on average."""
-    return sum(request.max_tokens for request in schedule.requests) / len(schedule.requests)
+    return lone.schedule(seed=seed * _SEEDS + _PROBE, arrival=ClosedLoop(1), num_requests=2, warmup=0)

@@ -17,11 +17,10 @@ from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload, preset
 from tuner.budget import Clock, Plan, choose_pairs
 from tuner.confirm import Confirmation, assess, record_directory
 from tuner.job import Job
-from tuner.load import Load
+from tuner.load import Load, span
 from tuner.measure import goodput_bounds
 from tuner.outcome import Outcome, better, broken, describe_trial, refuted, unconfirmed, without_confirmation
 from tuner.result import TrialResult
-from tuner.rungs import Rungs
 from tuner.slo import Slo, parse_slo
 from tuner.space import Config, build_space, effective
 from tuner.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
@@ -55,7 +54,6 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         self.slo: Slo = parse_slo(self.job.slo)
-        self.rungs = Rungs.of(self.job.run_seconds)
         self.clock = Clock(self.record.user_attrs.get("spent", 0.0))
         self.observer = self.bench.observer
 
@@ -150,9 +148,9 @@ class Optimizer:
             found = find_capacity(server, workload, self.job.seed, seconds, self.bench.run, seqs)
             survey = replace(survey, capacity=found)
             if self.slo.saturated:
-                survey = replace(survey, concurrency=max(found, key=lambda step: step[1])[0])
+                survey = replace(survey, concurrency=found[-1][1])
             else:
-                survey = replace(survey, rate=OFFERED_SHARE * survey.best_capacity)
+                survey = replace(survey, rate=OFFERED_SHARE * found[-1][2])
         if survey.capacity:
             self.observer.note(survey.describe())
         return survey
@@ -170,14 +168,15 @@ class Optimizer:
     @property
     def load(self) -> Load:
         workload = self._workload(self.survey.max_model_len)
-        return Load(workload, self.job.seed, self.survey.rate, self.survey.concurrency)
+        return Load(workload, self.job.seed, self.job.run_seconds, self.survey.rate, self.survey.concurrency)
 
     def _make_plan(self) -> None:
         """Needs the baseline's costs; one that failed is taken to cost what a run takes."""
         baseline = self.study.baseline
         assert baseline is not None, "the baseline is told before the plan is made"
         start, total = baseline.seconds["start"], baseline.seconds["total"]
-        seconds = self.rungs.seconds
+        known = self.survey.rate is not None or self.survey.concurrency is not None
+        seconds = self.load.run_seconds if known else self.job.run_seconds
         run = max(
             seconds, seconds + (total - start - seconds) / 2
         )  # a trial has two loads, and so two drains
@@ -259,7 +258,7 @@ class Optimizer:
         self.observer.trial_begins(proposal.number, changes, proposal.origin)
         try:
             result = self.bench.trial(
-                proposal, self.flags(proposal.config), self._load, self.rungs, self._criteria(), server
+                proposal, self.flags(proposal.config), self._load, self._criteria(), server
             )
         except (KeyboardInterrupt, SetupFailed) as error:
             self.study.interrupt(proposal, type(error).__name__)
@@ -329,7 +328,7 @@ class Optimizer:
     def _confirm(self, best: TrialResult, baseline: TrialResult) -> Confirmation | str:
         """Fresh runs of both; a sentence where the best config did not serve them."""
         assert self.plan is not None, "the confirmation follows the plan"
-        load, seconds = self.load, self.rungs.seconds
+        load = self.load
         seeds = load.confirmation_seeds(self.plan.pairs)
         self.observer.note(f"best so far against the baseline on {len(seeds)} fresh seeds, in turn")
         try:
@@ -338,7 +337,7 @@ class Optimizer:
                     self.bench.target,
                     self.job.flags,
                     self.flags(best.config),
-                    lambda seed: load.confirmation(seed, seconds),
+                    load.confirmation,
                     seeds=seeds,
                     metrics=[],
                     bounds=goodput_bounds(self.slo),
@@ -352,11 +351,12 @@ class Optimizer:
         for pair in comparison.pairs:
             for side, records in (("before", pair.a), ("after", pair.b)):
                 records.save(self.bench.out / record_directory(best.number, side) / f"{pair.seed}.json")
+        seconds = {seed: span(load.confirmation(seed)) for seed in seeds}
         return assess(comparison, self.slo, seconds, best.number, baseline.feasible)
 
     def _confirming(self, done: int, planned: int, what: str) -> None:
         self.observer.budget(self.clock.spent, self.job.budget)
-        self.observer.step(f"run {done + 1} of {planned} ({what})", self.rungs.seconds)
+        self.observer.step(f"run {done + 1} of {planned} ({what})", self.load.run_seconds)
 
     def _save(self, key: str, value: Any) -> None:
         self.record.set_user_attr(key, value)

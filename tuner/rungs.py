@@ -9,30 +9,11 @@ that like is compared with like. Rates are not judged early: a short load consis
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from tuner.result import Measurement
 from tuner.slo import COUNTS, RATES, Bound, Objective, format_value
 
-SHORT_SHARE = 0.4
 MARGIN = 0.15
 """Gaps between tokens of one stall are not independent, so an interval is narrower than it should be."""
-
-
-@dataclass(frozen=True)
-class Rungs:
-    """Seconds of load of the two rungs; together they are one measurement."""
-
-    short: float
-    rest: float
-
-    @classmethod
-    def of(cls, seconds: float) -> Rungs:
-        return cls(SHORT_SHARE * seconds, (1 - SHORT_SHARE) * seconds)
-
-    @property
-    def seconds(self) -> float:
-        return self.short + self.rest
 
 
 def reason_to_stop(

@@ -13,17 +13,15 @@ from typing import Any, Self
 from loadgen.record import Records
 from loadgen.target import OpenTarget
 from loadgen.workload import Schedule, Workload
-from tuner.load import capacity_schedule, mean_output, prefill_schedule
+from tuner.load import capacity_schedule, prefill_schedule
 from tuner.result import without_nan
 
 OFFERED_SHARE = 0.7
 """Of the capacity found. Above it queues grow without a bound at the least disturbance; far below nothing
 binds.
 """
-FIRST_CONCURRENCY = 8
-MIN_GAIN = 1.15
-"""Doubling the concurrency must raise the throughput by this factor for a further doubling to be tried."""
-MAX_CONCURRENCY = 1024
+FIRST_BURST, MAX_BURST = 20, 5120
+"""Requests of the first and the largest closed loop."""
 
 RunLoad = Callable[[OpenTarget, Schedule], Records]
 """Runs a schedule on an open target, showing progress."""
@@ -37,20 +35,17 @@ class Survey:
     start_seconds: float
     prefill_speed: float
     """Prompt tokens/s of a lone prompt; NaN where it could not be measured."""
-    capacity: tuple[tuple[int, float], ...] = ()
-    """(concurrency, requests/s) of the closed loops that were run to find the capacity."""
+    capacity: tuple[tuple[int, int, float], ...] = ()
+    """(requests, concurrency, requests/s) of the closed loops that were run to find the capacity."""
     rate: float | None = None
     concurrency: int | None = None
 
-    @property
-    def best_capacity(self) -> float:
-        return max((rate for _, rate in self.capacity), default=math.nan)
-
     def describe(self) -> str:
-        steps = ", ".join(f"{rate:.2f} req/s at concurrency {n}" for n, rate in self.capacity)
+        count, concurrency, rate = self.capacity[-1]
+        found = f"capacity {rate:.2f} req/s ({count} requests in a closed loop of {concurrency})"
         if self.rate is None:
-            return f"closed loop: {steps}; measured at {self.concurrency}"
-        return f"capacity: {steps}; offered: {self.rate:.2f} req/s ({OFFERED_SHARE:.0%})"
+            return f"{found}; measured in a closed loop of {self.concurrency}"
+        return f"{found}; offered: {self.rate:.2f} req/s ({OFFERED_SHARE:.0%})"
 
     def to_json(self) -> dict[str, Any]:
         return dict(without_nan(asdict(self)))
@@ -59,28 +54,30 @@ class Survey:
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         values: dict[str, Any] = dict(data)
         values |= {key: math.nan for key in ("start_seconds", "prefill_speed") if data[key] is None}
-        return cls(**{**values, "capacity": tuple((n, rate) for n, rate in data["capacity"])})
+        return cls(**{**values, "capacity": tuple((n, c, rate) for n, c, rate in data["capacity"])})
 
 
 def find_capacity(
     server: OpenTarget, workload: Workload, seed: int, seconds: float, run: RunLoad, max_seqs: int
-) -> tuple[tuple[int, float], ...]:
-    """Closed loops of doubling concurrency until the throughput stops rising: (concurrency, requests/s) of
-    each.
+) -> tuple[tuple[int, int, float], ...]:
+    """Closed loops of more and more requests, until one takes ``seconds``: (requests, concurrency,
+    requests/s).
 
-    A short closed loop ends with many requests half done, so requests/s are output tokens/s over the mean
-    output length, and not completions. Stops at ``max_seqs``, beyond which requests only queue.
+    All requests of a loop are served to their end, so that prefill and decoding are there in their true
+    proportion; that the last ones run with fewer beside them makes the figure a little low. More than
+    ``max_seqs`` at a time would only queue.
     """
-    found: list[tuple[int, float]] = []
-    concurrency = min(FIRST_CONCURRENCY, max_seqs)
+    found: list[tuple[int, int, float]] = []
+    count = FIRST_BURST
     while True:
-        schedule = capacity_schedule(workload, seed, concurrency, seconds)
-        throughput = run(server, schedule).summary().value("throughput")
-        found.append((concurrency, throughput / mean_output(schedule)))
-        rising = len(found) == 1 or found[-1][1] > MIN_GAIN * found[-2][1]
-        if not rising or math.isnan(throughput) or 2 * concurrency > min(max_seqs, MAX_CONCURRENCY):
+        concurrency = min(count, max_seqs)
+        records = run(server, capacity_schedule(workload, seed, count, concurrency))
+        served = [r for r in records.requests if r.ok]
+        took = max((r.end for r in served), default=0) / 1e9
+        found.append((count, concurrency, len(served) / took if took else math.nan))
+        if took >= seconds or not served or 2 * count > MAX_BURST:
             return tuple(found)
-        concurrency *= 2
+        count *= 2
 
 
 def prefill_speed(server: OpenTarget, workload: Workload, tokens: int, seed: int, run: RunLoad) -> float:

@@ -16,11 +16,11 @@ from loadgen.record import Records
 from loadgen.target import OpenTarget, Target, TargetFailed
 from loadgen.workload import Schedule
 from tuner.interrupts import Interrupts
-from tuner.load import Load
+from tuner.load import Load, span
 from tuner.measure import Run, measure
 from tuner.observer import Observer
 from tuner.result import SERVES, Measurement, Status, TrialResult
-from tuner.rungs import Rungs, reason_to_stop
+from tuner.rungs import reason_to_stop
 from tuner.scrape import read_figures
 from tuner.slo import Bound, Slo
 from tuner.study import Proposal
@@ -74,7 +74,7 @@ class Bench:
         """One load. Raises RunFailed, KeyboardInterrupt, and Stuck when it takes far longer than it
         should.
         """
-        limit = PATIENCE_SECONDS + PATIENCE_FACTOR * (schedule.duration or 0.0)
+        limit = PATIENCE_SECONDS + PATIENCE_FACTOR * span(schedule)
         with self.interrupts.load() as stop:
             late = threading.Timer(limit, stop.set)
             late.start()
@@ -83,7 +83,7 @@ class Bench:
             finally:
                 late.cancel()
         if late.finished.is_set() and records.partial:
-            raise Stuck(f"the load of {schedule.duration:g} s had not ended after {limit:.0f} s")
+            raise Stuck(f"a load of {span(schedule):.0f} s had not ended after {limit:.0f} s")
         return records
 
     @contextmanager
@@ -98,7 +98,6 @@ class Bench:
         proposal: Proposal,
         flags: Mapping[str, Any],
         load_for: Callable[[OpenTarget], Load],
-        rungs: Rungs,
         criteria: Criteria,
         server: OpenTarget | None = None,
     ) -> TrialResult:
@@ -112,9 +111,9 @@ class Bench:
             if server is not None:
                 attempt.begun -= server.start_seconds  # so that every trial's cost includes its start
                 with _faults("died under load", server):
-                    return attempt.measure(server, load_for(server), rungs, criteria)
+                    return attempt.measure(server, load_for(server), criteria)
             with self.open(flags) as server:
-                return attempt.measure(server, load_for(server), rungs, criteria)
+                return attempt.measure(server, load_for(server), criteria)
         except ServerFailed as failure:
             return attempt.failed(str(failure), failure.log_tail)
 
@@ -145,28 +144,29 @@ class Attempt:
     runs: list[Run] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
 
-    def measure(self, server: OpenTarget, load: Load, rungs: Rungs, criteria: Criteria) -> TrialResult:
+    def measure(self, server: OpenTarget, load: Load, criteria: Criteria) -> TrialResult:
         """Both rungs on a server that is up, or one where that is enough. Raises RunFailed, Stuck."""
         self.start_seconds = server.start_seconds
-        broken = self._rung(server, load, 0, rungs.short)
+        short_load, rest = load.rungs()
+        broken = self._rung(server, short_load, "load 1 of 2")
         if broken:
             return self.failed(broken, server.log_tail())
         short = measure(self.runs, criteria.slo)
         reason = reason_to_stop(short, criteria.short_bounds, criteria.slo.objective, criteria.incumbent)
         if reason:
             return self._measured(server, "stopped", reason, short, short, criteria.short_bounds)
-        broken = self._rung(server, load, 1, rungs.rest)
+        broken = self._rung(server, rest, "load 2 of 2")
         if broken:
             return self.failed(broken, server.log_tail())
         whole = measure(self.runs, criteria.slo)
         return self._measured(server, "measured", "", short, whole, criteria.bounds)
 
-    def _rung(self, server: OpenTarget, load: Load, index: int, seconds: float) -> str:
+    def _rung(self, server: OpenTarget, schedule: Schedule, what: str) -> str:
         """Run one rung; returns what is wrong with the server, "" for nothing."""
-        self.bench.observer.step(f"load {index + 1} of 2", seconds)
-        records = self.bench.run(server, load.rung(index, seconds))
-        self.runs.append(Run(records, seconds))
-        path = Path("trials") / f"{self.proposal.number:03d}-{index}.json"
+        self.bench.observer.step(what, span(schedule))
+        records = self.bench.run(server, schedule)
+        self.runs.append(Run(records, span(schedule)))
+        path = Path("trials") / f"{self.proposal.number:03d}-{len(self.runs)}.json"
         records.save(self.bench.out / path)
         self.files.append(str(path))
         return _broken(self.runs[-1].whole)

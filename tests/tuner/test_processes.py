@@ -21,12 +21,12 @@ def target(*arguments):
     return f"{shlex.join(words)} {{flags}} --port {{port}}"
 
 
-def command(*arguments, fake=(), trials=3):
+def command(*arguments, fake=(), trials=2):
     """A study of about a second a trial; the start-up probe counts among the fake's completions."""
     common = ["--study", "s", "--out", "out"]
     if not arguments or arguments[0] != "resume":
         common += ["--target", target("--time-scale", "0.2", *fake), "--rate", "25", "--workload", "random"]
-        common += ["--run-time", "1.5s", "--pairs", "2", "--trials", str(trials)]
+        common += ["--run-time", "1s", "--pairs", "2", "--trials", str(trials)]
     else:
         arguments = arguments[1:]
     return [*VTUNE, "optimize", *common, *arguments]
@@ -102,36 +102,46 @@ def launched(tmp_path):
     return [r for r in results if r["status"] in ("measured", "stopped", "failed")]
 
 
-def test_a_whole_study(run, tmp_path):
-    ran = run("--json")
+def test_a_whole_study_with_a_region_that_runs_out_of_memory(run, tmp_path):
+    budgets = ("--fix", "all", "--vary", "max_num_batched_tokens=512,4096")
+    ran = run(
+        "--json", "--flags", "--max-num-batched-tokens 1024", *budgets, fake=("--fault", "oom-above:2048")
+    )
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout)
     assert report["verdict"] in ("better", "baseline")
-    assert report["trials"][0]["status"] == "measured"
     assert {"report.html", "report.md", "report.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
     assert all(row["kv_tokens"] for row in report["kv_pool"])
+    by_budget = {t["config"]["max_num_batched_tokens"]: t for t in report["trials"]}
+    assert by_budget[1024]["status"] == "measured"
+    assert by_budget[512]["status"] in ("measured", "stopped")
+    assert by_budget[4096]["status"] == "failed"
+    assert "CUDA out of memory" in by_budget[4096]["log_tail"]
     assert "a start costs" in ran.stderr
     assert "Traceback" not in ran.stderr
     assert_no_server_is_left(tmp_path)
 
 
-def test_kill_9_loses_one_trial_and_the_study_goes_on(start, run, tmp_path):
-    process = start(trials=4)
+def test_kill_9_loses_one_trial_and_one_process_goes_on(start, run, tmp_path):
+    process = start(trials=3)
     wait_for(tmp_path, "load 1 of 2", times=3)
+    second = run("resume")
+    assert second.returncode == 2
+    assert "in use by another vtune" in second.stderr
     process.kill()
     process.wait()
     before = launched(tmp_path)
-    assert len(before) == 2
+    assert len(before) >= 2
     assert [t.state.name for t in trials(tmp_path)].count("RUNNING") == 1
     assert_no_server_is_left(tmp_path)
     ran = run("resume")
     assert ran.returncode == 0, ran.stderr
     assert "1 trial(s) whose process died will be tried again" in ran.stderr
     after = launched(tmp_path)
-    assert after[:2] == before, "what was measured stays as it was"
+    assert after[: len(before)] == before, "what was measured stays as it was"
     configs = [json.dumps(r["config"], sort_keys=True) for r in after]
     assert len(set(configs)) == len(configs), "nothing is measured twice"
-    assert len(after) == 1 + 4
+    assert len(after) == 1 + 3
     assert not [t for t in trials(tmp_path) if t.state.name == "RUNNING"]
     assert_no_server_is_left(tmp_path)
 
@@ -148,9 +158,12 @@ def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start, run, tmp_path):
     assert "Traceback" not in stderr
     assert json.loads((tmp_path / "out" / "report.json").read_text())["verdict"] == "interrupted"
     assert_no_server_is_left(tmp_path)
-    ran = run("resume")
+    other = run("resume", "--rate", "7")
+    assert other.returncode == 2
+    assert "begun with other values of --rate" in other.stderr
+    ran = run("resume", "--trials", "1")
     assert ran.returncode == 0, ran.stderr
-    assert len(launched(tmp_path)) == 1 + 3
+    assert len(launched(tmp_path)) == 1 + 1
 
 
 def test_ctrl_c_while_a_server_starts(start, tmp_path):
@@ -175,36 +188,16 @@ def test_a_second_ctrl_c_is_harder_and_leaves_no_server(start, tmp_path):
     assert_no_server_is_left(tmp_path)
 
 
-def test_two_processes_do_not_share_a_study(start, run, tmp_path):
-    start()
-    wait_for(tmp_path, "load 1 of 2")
-    ran = run("resume")
-    assert ran.returncode == 2
-    assert "in use by another vtune" in ran.stderr
-
-
-def test_resuming_with_other_values_is_refused(run, tmp_path):
-    assert run(trials=1).returncode == 0
-    ran = run("resume", "--rate", "7")
-    assert ran.returncode == 2
-    assert "begun with other values of --rate" in ran.stderr
-    again = run("resume", "--trials", "2")
-    assert again.returncode == 0, again.stderr
-    assert len(launched(tmp_path)) == 1 + 2
-
-
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
         ("oom", "out_of_memory"),
-        ("exit:3", "exited"),
-        ("error-500", "unhealthy"),
         ("error-in-stream", "requests failed"),
         ("die-mid-run:30", "died under load: out_of_memory"),
     ],
 )
 def test_a_server_with_a_fault_ends_in_no_feasible_config(run, tmp_path, fault, reason):
-    ran = run(fake=("--fault", fault), trials=20)
+    ran = run(fake=("--fault", fault), trials=1)
     assert ran.returncode == 1, ran.stderr
     assert "No config served" in ran.stdout
     failed = launched(tmp_path)
@@ -212,22 +205,3 @@ def test_a_server_with_a_fault_ends_in_no_feasible_config(run, tmp_path, fault, 
     assert all(r["status"] == "failed" and reason in r["reason"] for r in failed), failed[0]["reason"]
     assert fault == "error-in-stream" or all(r["log_tail"] for r in failed)
     assert_no_server_is_left(tmp_path)
-
-
-def test_a_region_of_configs_that_run_out_of_memory(run, tmp_path):
-    flags = "--max-num-batched-tokens 1024 --max-num-seqs 64"
-    ran = run(
-        "--flags",
-        flags,
-        "--fix",
-        "all",
-        "--vary",
-        "max_num_batched_tokens=512,4096",
-        fake=("--fault", "oom-above:2048"),
-    )
-    assert ran.returncode == 0, ran.stderr
-    by_budget = {r["config"]["max_num_batched_tokens"]: r for r in launched(tmp_path)}
-    assert by_budget[4096]["status"] == "failed"
-    assert "CUDA out of memory" in by_budget[4096]["log_tail"]
-    assert by_budget[512]["status"] in ("measured", "stopped")
-    assert "every config of the space was tried" in (tmp_path / "out" / "report.md").read_text()

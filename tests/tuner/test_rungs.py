@@ -3,7 +3,7 @@ import math
 import pytest
 
 from tuner.result import Measurement, Reading
-from tuner.rungs import Rungs, reason_to_stop
+from tuner.rungs import reason_to_stop
 from tuner.slo import NO_BACKLOG, NO_FAILURE, Bound, Objective
 
 ITL = Objective("itl_p99", "minimize")
@@ -11,12 +11,6 @@ ITL = Objective("itl_p99", "minimize")
 
 def short(**readings):
     return Measurement({name: Reading(*values) for name, values in readings.items()}, window=8.0)
-
-
-def test_two_rungs_make_one_measurement():
-    rungs = Rungs.of(20.0)
-    assert rungs.short < rungs.rest
-    assert rungs.seconds == pytest.approx(20.0)
 
 
 def test_a_bound_that_the_interval_excludes_ends_the_trial():
