@@ -1,0 +1,68 @@
+import pytest
+from analytic_target import AnalyticTarget
+
+from loadgen.compare import compare
+from loadgen.workload import preset
+from tuner.confirm import Change, assess
+from tuner.load import Load, span
+from tuner.slo import PRESETS, parse_slo
+
+LOAD = Load(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)
+BASELINE, BEST = {"max_num_batched_tokens": 2048}, {"max_num_batched_tokens": 512}
+
+
+def confirm(slo, pairs=3, baseline_feasible=True, a=BASELINE, b=BEST, **target):
+    seeds = LOAD.confirmation_seeds(pairs)
+    comparison = compare(AnalyticTarget(**target), a, b, LOAD.confirmation, seeds=seeds, metrics=[])
+    seconds = {seed: span(LOAD.confirmation(seed)) for seed in seeds}
+    return assess(comparison, slo, seconds, 7, baseline_feasible)
+
+
+def test_a_gain_is_confirmed_with_its_interval():
+    confirmation = confirm(PRESETS["itl"])
+    assert confirmation.confirmed
+    assert confirmation.pairs == 3
+    assert confirmation.trial == 7
+    itl = confirmation.change("itl_p99")
+    assert itl.ratio == pytest.approx(0.3322 / 1.225, rel=1e-3)
+    assert itl.low <= itl.ratio <= itl.high
+    assert "-73 %, 95 % interval" in str(itl)
+
+
+def test_a_config_is_not_better_than_itself():
+    confirmation = confirm(PRESETS["itl"], b=BASELINE)
+    assert not confirmation.confirmed
+    assert "no proven gain" in confirmation.problems[0]
+
+
+def test_noise_is_no_gain():
+    noise = {0: 1.3, 1: 0.8, 2: 1.1}
+    confirmation = confirm(
+        PRESETS["itl"],
+        b={"max_num_batched_tokens": 2000},
+        itl_factor=lambda config, seed: noise[seed % 10] if config["max_num_batched_tokens"] == 2000 else 1.0,
+    )
+    assert any("no proven gain" in problem for problem in confirmation.problems)
+
+
+def test_a_relative_bound_is_judged_on_the_pairs():
+    confirmation = confirm(PRESETS["itl"], b={"max_num_batched_tokens": 32})
+    assert any(problem.startswith("ttft_p95") and "1.2x" in problem for problem in confirmation.problems)
+
+
+def test_failed_requests_are_a_problem():
+    confirmation = confirm(PRESETS["itl"], failing=lambda config: config["max_num_batched_tokens"] == 512)
+    assert any(
+        problem.startswith("failed is 60") or "failed is" in problem for problem in confirmation.problems
+    )
+
+
+def test_where_the_baseline_misses_the_slo_holding_it_is_enough():
+    slo = parse_slo("itl_p99<500ms")
+    assert confirm(slo, baseline_feasible=False).confirmed
+    missed = confirm(slo, baseline_feasible=False, a=BEST, b=BASELINE)
+    assert "itl_p99 is 1.23 s, the SLO asks for itl_p99 <= 500 ms" in missed.problems[0]
+
+
+def test_changes_without_a_ratio_say_so():
+    assert str(Change("failed", 0, 0, float("nan"), float("nan"), float("nan"), 5)) == "0 -> 0 (n/a)"

@@ -1,0 +1,61 @@
+from collections import Counter
+
+import pytest
+
+from loadgen.workload import preset, schedule_hash
+from tuner.load import DECK, Load, capacity_schedule, prefill_schedule, span
+
+MIXED = preset("mixed", max_model_len=8192)
+
+
+def load(**kwargs):
+    return Load(MIXED, seed=3, seconds=20.0, **kwargs)
+
+
+def test_an_open_run_is_whole_decks_of_requests():
+    slow = load(rate=0.5)
+    short, rest = slow.rungs()
+    assert len(short.requests) + len(rest.requests) == DECK
+    assert slow.run_seconds == DECK / 0.5
+    classes = Counter(r.cls for r in (*short.requests, *rest.requests))
+    assert classes == {"short": 16, "rag": 3, "background": 1}
+    assert len(load(rate=5.0).confirmation(1).requests) == 100
+
+
+def test_the_rungs_are_one_schedule_cut_in_two():
+    short, rest = load(rate=2.0).rungs()
+    assert rest.requests[0].intended == 0.0
+    assert rest.warmup == ()
+    assert short.warmup
+    assert span(short) < span(rest)
+    assert rest.requests[0].index == short.requests[-1].index + 1
+    for part in (short, rest):
+        assert part.sha256 == schedule_hash(part.requests, part.mode, part.concurrency, part.duration)
+
+
+def test_trials_share_their_requests_and_confirmations_have_others():
+    assert load(rate=2.0).rungs() == load(rate=2.0).rungs()
+    seeds = load(rate=2.0).confirmation_seeds(4)
+    hashes = {load(rate=2.0).confirmation(seed).sha256 for seed in seeds}
+    hashes |= {part.sha256 for part in load(rate=2.0).rungs()}
+    assert len(hashes) == 4 + 2
+
+
+def test_another_seed_is_another_load():
+    other = Load(MIXED, seed=4, seconds=20.0, rate=2.0)
+    assert not {s.sha256 for s in other.rungs()} & {s.sha256 for s in load(rate=2.0).rungs()}
+
+
+def test_a_closed_loop_runs_for_its_time():
+    short, rest = load(concurrency=4).rungs()
+    assert (short.mode, short.concurrency) == ("closed", 4)
+    assert span(short) + span(rest) == pytest.approx(20.0)
+    assert "closed loop" in load(concurrency=4).description
+
+
+def test_probes():
+    burst = capacity_schedule(MIXED, 0, 40, 16)
+    assert (len(burst.requests), burst.mode, burst.concurrency) == (40, "closed", 16)
+    lone = prefill_schedule(32000, 1024, 0)
+    assert {len(r.prompt_token_ids) for r in lone.requests} == {1024}
+    assert {r.max_tokens for r in lone.requests} == {1}
