@@ -115,7 +115,7 @@ def test_what_a_server_leaves_behind_ends_with_it(tmp_path: Path) -> None:
     code = f"""
         import subprocess, sys, time
         child = subprocess.Popen([sys.executable, "-S", "-c", {STUBBORN!r}])
-        while not open({str(log)!r}).read():
+        while "\\n" not in open({str(log)!r}).read():
             time.sleep(0.02)
         print(child.pid, flush=True)
     """
