@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 INT64 = 1 << 63
+MAX_SHOWN = 40
+"""Characters of a refused number that its refusal repeats."""
 
 
 class RequestError(Exception):
@@ -22,14 +24,17 @@ class RequestError(Exception):
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``. Raises RequestError."""
+    """The JSON object in ``body``, UTF-8 as the standard has it. Raises RequestError."""
     try:
-        value = json.loads(body)
+        # Decoded here, strictly: json.loads would take UTF-16, and halves of surrogate pairs in UTF-8.
+        text = body.decode("utf-8-sig")
+        value = json.loads(text, parse_constant=_refuse_constant)
+        is_unicode = "\\u" not in text or _is_unicode(value)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise RequestError(f"The body must be a JSON object, not {_kind(value)}")
-    if b"\\u" in body and not _is_unicode(value):
+    if not is_unicode:
         raise RequestError("The body holds half of a surrogate pair: it is not valid Unicode")
     return value
 
@@ -48,6 +53,8 @@ class Fields:
     def refuse(self, name: str, rule: str) -> RequestError:
         value = self._body.get(name)
         shown = json.dumps(value) if isinstance(value, bool | int | float) else _kind(value)
+        if len(shown) > MAX_SHOWN:
+            shown = f"{shown[:MAX_SHOWN]}..."
         return RequestError(f"{self._prefix}{name} {rule}, got {shown}", f"{self._prefix}{name}")
 
     def boolean(self, name: str, default: bool = False) -> bool:
@@ -75,11 +82,15 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.refuse(name, "must be a number")
-        if not math.isfinite(value):
+        try:
+            number = float(value)
+        except OverflowError:  # an integer of hundreds of digits
+            number = math.inf
+        if not math.isfinite(number):
             raise self.refuse(name, "must be finite")
-        if not holds(value):
+        if not holds(number):
             raise self.refuse(name, rule)
-        return float(value)
+        return number
 
     def text(self, name: str) -> str | None:
         value = self.raw(name)
@@ -87,20 +98,27 @@ class Fields:
             raise self.refuse(name, "must be a string")
         return value
 
-    def texts(self, name: str) -> tuple[str, ...]:
-        """One string or a list of them, none empty."""
+    def texts(self, name: str, most: int) -> tuple[str, ...]:
+        """One string or a list of up to ``most``, none empty."""
         value = self.raw(name)
         values = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(item, str) and item for item in values):
             raise self.refuse(name, "must be a non-empty string or a list of them")
+        self._limit(name, values, most)
         return tuple(values)
 
-    def token_ids(self, name: str) -> tuple[int, ...]:
+    def token_ids(self, name: str, most: int | None = None) -> tuple[int, ...]:
         value = self.raw(name)
         values = [] if value is None else value
         if not isinstance(values, list) or not all(map(is_token_id, values)):
             raise self.refuse(name, "must be a list of token ids")
+        self._limit(name, values, most)
         return tuple(values)
+
+    def _limit(self, name: str, values: list[Any], most: int | None) -> None:
+        if most is not None and len(values) > most:
+            name = f"{self._prefix}{name}"
+            raise RequestError(f"{name} must have at most {most} items, got {len(values)}", name)
 
     def nested(self, name: str) -> Fields:
         value = self.raw(name)
@@ -115,6 +133,11 @@ class Fields:
 
 def is_token_id(value: object) -> bool:
     return type(value) is int and value >= 0
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    """Python's json reads NaN and Infinity, which JSON does not have."""
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _is_unicode(value: object) -> bool:

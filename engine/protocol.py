@@ -18,6 +18,9 @@ Prompt = str | tuple[int, ...]
 MAX_SEQUENCES = 2048
 """Most sequences (prompts x n) of one HTTP request."""
 MAX_LOGPROBS = 20
+MAX_STOPS = 256
+"""Stop strings of a request: every one is looked for after every token, in the loop that serves everybody."""
+MAX_STOP_TOKEN_IDS = 4096
 
 REFUSED = (
     "allowed_token_ids",
@@ -254,8 +257,8 @@ def _sampling(fields: Fields, logprobs: int | None) -> SamplingParams:
         frequency_penalty=number(
             "frequency_penalty", 0.0, "must lie in [-2, 2]", lambda value: -2 <= value <= 2
         ),
-        stop=fields.texts("stop"),
-        stop_token_ids=fields.token_ids("stop_token_ids"),
+        stop=fields.texts("stop", MAX_STOPS),
+        stop_token_ids=fields.token_ids("stop_token_ids", MAX_STOP_TOKEN_IDS),
         ignore_eos=fields.boolean("ignore_eos"),
         logprobs=logprobs,
     )

@@ -78,6 +78,11 @@ def test_null_is_absent() -> None:
         ({"max_tokens": True}, "max_tokens", "must be an integer, got true"),
         ({"temperature": -0.1}, "temperature", "must lie in [0, 1000], got -0.1"),
         ({"temperature": float("nan")}, "temperature", "must be finite"),
+        (
+            {"temperature": 10**400},
+            "temperature",
+            "must be finite, got 1000000000000000000000000000000000000000...",
+        ),
         ({"temperature": "hot"}, "temperature", "must be a number, got a string"),
         ({"top_p": 0}, "top_p", "must lie in (0, 1]"),
         ({"top_k": -2}, "top_k", "must be at least -1"),
@@ -90,6 +95,8 @@ def test_null_is_absent() -> None:
         ({"seed": 1 << 63}, "seed", "must be between"),
         ({"stop": [""]}, "stop", "non-empty string"),
         ({"stop": 4}, "stop", "non-empty string"),
+        ({"stop": ["x"] * 257}, "stop", "must have at most 256 items, got 257"),
+        ({"stop_token_ids": [1] * 4097}, "stop_token_ids", "must have at most 4096 items, got 4097"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids", "list of token ids"),
         ({"stream": "yes"}, "stream", "must be true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream to be true"),
@@ -173,7 +180,20 @@ def test_messages_that_are_none(messages: object, words: str) -> None:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b'"x"', b"\xff", b"[" * 100_000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a":"\\ud800"}'],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"a": ' + b"9" * 5000 + b"}",
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b'{"a":"\\ud800"}',
+        b'{"a":"\xed\xa0\x80"}',  # half of a pair, in the UTF-8 that it does not have
+        '{"a":"\\ud800"}'.encode("utf-16"),
+    ],
 )
 def test_bodies_that_are_no_json_object(body: bytes) -> None:
     with pytest.raises(RequestError):
@@ -181,4 +201,5 @@ def test_bodies_that_are_no_json_object(body: bytes) -> None:
 
 
 def test_escaped_pairs_are_text() -> None:
+    assert parse_json(b'\xef\xbb\xbf{"prompt": "a"}') == {"prompt": "a"}
     assert parse_json(json.dumps({"prompt": "\U0001f600"}).encode()) == {"prompt": "\U0001f600"}
