@@ -82,6 +82,17 @@ class ServerProcess:
         self._supervisor.kill()
         self._supervisor.wait()
 
+    def finds_taken(self, port: int) -> bool:
+        """True if a process that is older than ours listens on ``port``; False too where one cannot see."""
+        with contextlib.suppress(psutil.Error):
+            began = psutil.Process(self._supervisor.pid).create_time()
+            return any(
+                psutil.Process(listener.pid).create_time() < began
+                for listener in psutil.net_connections("tcp")
+                if listener.status == psutil.CONN_LISTEN and listener.laddr[1:] == (port,) and listener.pid
+            )
+        return False
+
     def log_tail(self, lines: int = 30) -> str:
         """The last lines of the log, as text; at most 64 KiB are read."""
         try:

@@ -95,8 +95,9 @@ class ServerTarget(Target):
                 server = OpenServer(Http(f"http://127.0.0.1:{port}", self._api_key), process)
                 try:
                     self._await_health(server)
+                    if process.finds_taken(port):
+                        raise StartFailed("port_taken", f"another server answers on port {port}")
                     server.check(self._probe_timeout)
-                    server.raise_if_ended(StartFailed)  # or somebody else has answered on our port
                 except StartFailed as failure:
                     if failure.reason == "port_taken" and attempt < _PORT_ATTEMPTS:
                         continue
