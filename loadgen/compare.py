@@ -145,6 +145,7 @@ def compare(
 
     Raises TargetFailed, whose ``side`` says which config, and KeyError for an unknown metric or class.
     """
+    figures = [split_metric(metric) for metric in metrics]
     stop = stop or threading.Event()
     began = time.monotonic()
     pairs: list[Pair] = []
@@ -160,6 +161,9 @@ def compare(
                 if progress:
                     progress(2 * index + len(runs), 2 * len(seeds), f"pair {index + 1}, {side.upper()}")
                 runs[side] = sides.run(side, schedule, stop)
+                if not pairs:  # an unknown name should not cost more than a run
+                    for name, cls in figures:
+                        runs[side].summary(bounds).value(name, cls)
                 if stop.is_set():
                     break
             if stop.is_set():
