@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,8 +16,6 @@ from engine.request import Request, RequestStatus, SamplingParams
 from engine.step import RequestOutput
 from engine.text_stream import Piece, TextStream
 from engine.tokenizer import Tokenizer
-
-logger = logging.getLogger("vtune.frontend")
 
 
 @dataclass(frozen=True, slots=True)

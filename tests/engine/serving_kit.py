@@ -136,7 +136,10 @@ class Server:
         return samples
 
     def wait_for(self, holds: Any, what: str) -> None:
-        wait_until(lambda: holds(self.metrics()), f"{what}\n{self.log}")
+        try:
+            wait_until(lambda: holds(self.metrics()), what)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.metrics()}\n{self.log}") from None
 
     def _wait_for_url(self) -> str:
         deadline = time.monotonic() + START_SECONDS
