@@ -188,7 +188,8 @@ struct Product {
 
     // ROWS rows times PANELS panels. Enough sums must be under way to hide the latency of an addition, so a
     // single row is multiplied with two panels at a time.
-    template <int ROWS, int PANELS = 1>
+    // AHEAD: fetch the next panel into the second-level cache meanwhile.
+    template <int ROWS, int PANELS = 1, bool AHEAD = false>
     void tile(int row, int panel) const {
         const int units = k / STEP<T>;
         const size_t stride = static_cast<size_t>(units) * PANEL;
@@ -201,8 +202,10 @@ struct Product {
         for (int u = 0; u < units; ++u, b += PANEL) {
             __m512i columns[PANELS][PANEL_VECTORS];
             for (int p = 0; p < PANELS; ++p)
-                for (int v = 0; v < PANEL_VECTORS; ++v)
+                for (int v = 0; v < PANEL_VECTORS; ++v) {
                     columns[p][v] = _mm512_loadu_si512(b + p * stride + v * LANES);
+                    if (AHEAD) prefetch(b + stride + v * LANES);
+                }
             for (int r = 0; r < ROWS; ++r) {
                 const __m512i value = _mm512_set1_epi32(a[static_cast<size_t>(r) * units + u]);
                 for (int p = 0; p < PANELS; ++p)
@@ -224,7 +227,10 @@ struct Product {
     }
 
     void rows(int row, int count, int panel) const {
-        for (; count >= TILE_ROWS; row += TILE_ROWS, count -= TILE_ROWS) tile<TILE_ROWS>(row, panel);
+        // The first tile brings the panel from memory; the last one finds it in the cache, and fetches the next.
+        for (int first = row; count >= TILE_ROWS; row += TILE_ROWS, count -= TILE_ROWS)
+            if (row > first && count < 2 * TILE_ROWS) tile<TILE_ROWS, 1, true>(row, panel);
+            else tile<TILE_ROWS>(row, panel);
         switch (count) {
             case 1: return tile<1>(row, panel);
             case 2: return tile<2>(row, panel);
@@ -523,7 +529,7 @@ Pool& pool() {
 // Runs `body(row)` over rows; small work stays on the calling thread.
 template <class Body>
 void over_rows(int rows, size_t work, const Body& body) {
-    const int tasks = work < 32768 ? 1 : std::min(rows, num_threads * 4);
+    const int tasks = work < 16384 ? 1 : std::min(rows, num_threads * 4);
     const int each = ceil_div(rows, tasks);
     pool().run(tasks, [&](int task) {
         for (int row = task * each; row < std::min((task + 1) * each, rows); ++row) body(row);
