@@ -12,7 +12,7 @@ import gzip
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,38 +106,42 @@ def split_scrapes(text: str) -> list[tuple[int, str]]:
     return scrapes
 
 
-def parse_scrape(text: str) -> tuple[dict[SeriesKey, float], int]:
+def parse_scrape(text: str, known: dict[str, SeriesKey] | None = None) -> tuple[dict[SeriesKey, float], int]:
     """The samples that the catalog knows, and how many lines could not be read.
 
     A last line without its line feed is left out: "12" may be the start of "123.0". NaN and infinite
-    values count as absent. Of a duplicated series the last sample counts.
+    values count as absent. Of a duplicated series the last sample counts. ``known`` remembers the series
+    already met: names and labels are parsed once a recording, not once a scrape.
     """
-    lines = [line for line in text.replace("\r\n", "\n").split("\n")[:-1] if _wanted(line)]
+    known = {} if known is None else known
     samples: dict[SeriesKey, float] = {}
     bad = 0
+    for line in text.replace("\r\n", "\n").split("\n")[:-1]:
+        match = _LINE_NAME.match(line)
+        if match is None or match[0] not in catalog.sample_names():
+            continue
+        at = line.rfind("}") + 1 or match.end()
+        try:
+            key = known.get(line[:at]) or known.setdefault(line[:at], _series_key(line))
+            value = float(line[at:].split()[0])
+        except (ValueError, IndexError):
+            bad += 1
+            continue
+        if math.isfinite(value):
+            samples[key] = value
+        else:
+            samples.pop(key, None)
+    return samples, bad
+
+
+def _series_key(line: str) -> SeriesKey:
+    """Name and labels of one sample line, through prometheus-client's parser. Raises ValueError."""
     try:
-        samples.update(_samples("\n".join(lines) + "\n"))
-    except ValueError:
-        for line in lines:
-            try:
-                samples.update(_samples(line + "\n"))
-            except ValueError:
-                bad += 1
-    return {key: value for key, value in samples.items() if math.isfinite(value)}, bad
-
-
-def _wanted(line: str) -> bool:
-    match = _LINE_NAME.match(line)
-    return match is not None and match[0] in catalog.sample_names()
-
-
-def _samples(text: str) -> Iterator[tuple[SeriesKey, float]]:
-    try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                yield (sample.name, tuple(sorted(sample.labels.items()))), float(sample.value)
+        (family,) = text_string_to_metric_families(line + "\n")
+        (sample,) = family.samples
     except (KeyError, IndexError, TypeError) as error:  # what the parser raises on some garbled lines
         raise ValueError(str(error)) from None
+    return sample.name, tuple(sorted(sample.labels.items()))
 
 
 def record(scrapes: Iterable[tuple[int, str]], notes: Iterable[str] = ()) -> Recording:
@@ -146,9 +150,10 @@ def record(scrapes: Iterable[tuple[int, str]], notes: Iterable[str] = ()) -> Rec
     parsed: dict[int, dict[SeriesKey, float]] = {}
     bad_lines = seen = 0
     names: set[str] = set()
+    known: dict[str, SeriesKey] = {}
     for unix_ms, text in scrapes:
         seen += 1
-        samples, bad = parse_scrape(text)
+        samples, bad = parse_scrape(text, known)
         bad_lines += bad
         if samples:
             parsed[unix_ms] = samples

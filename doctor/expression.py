@@ -225,9 +225,9 @@ def _inexact(names: frozenset[str], lookup: Lookup) -> tuple[Missing, ...]:
     for name in sorted(names):
         reading = lookup(name)
         if isinstance(reading, Number) and not reading.exact:
-            vague.append(
-                Missing(name, reading.vague, f"only known to lie in [{reading.low:g}, {reading.high:g}]")
-            )
+            span = f"somewhere in [{reading.low:g}, {reading.high:g}]"
+            why = f"nobody stated it ({span}); pass --flags or --log" if reading.vague == "flag" else span
+            vague.append(Missing(name, reading.vague, why))
     return tuple(vague)
 
 
