@@ -24,7 +24,7 @@ _SIGNS = [
         "kv_cache_too_small",
         r"No available memory for the cache blocks"
         r"|larger than the (maximum number of tokens that can be stored in|available) KV cache"
-        r"|KV cache .*(too small|does not fit|is needed|needed to serve)|--max-model-len .*KV (cache|pool)",
+        r"|needs \d+ KV blocks",
     ),
     (
         "out_of_memory",
@@ -33,22 +33,24 @@ _SIGNS = [
     ),
     (
         "bad_flag",
-        r"unrecognized arguments?|error: argument|No such option|Invalid value for|invalid choice"
-        r"|^--[a-z-]+ .*Fix: |validation errors? for \w*Config|ValueError: .*(max_num|must be|should be)",
+        r"unrecognized arguments?|error: argument|No such option|Invalid value|invalid choice"
+        r"|^error: --[a-z-]+ .*Fix: |validation errors? for \w*Config|ValueError: .*(max_num|must be|should be)",
     ),
     (
         "model_not_found",
         r"not a valid model identifier|Repository Not Found|does not appear to have a file named"
-        r"|can't load the configuration|model .*(not found|does not exist)",
+        r"|can't load the configuration|model .*(not found|does not exist|no such file)",
     ),
 ]
 _PATTERNS = [(reason, re.compile(pattern, re.IGNORECASE)) for reason, pattern in _SIGNS]
+_BLANK = " \t│╭╮╰╯─"
+"""Around a message: blanks, and the box that some programs draw."""
 _SIGNALS = {6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
 
 def classify(log: str, status: int) -> Failure:
     """The most telling cause in the log: the first in order that any line shows, with its last such line."""
-    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    lines = [text for line in log.splitlines() if (text := line.strip(_BLANK))]
     for reason, pattern in _PATTERNS:
         if (reason == "not_found") != (status == CANNOT_START):
             continue

@@ -261,7 +261,15 @@ def test_no_shell_is_involved(tmp_path: Path) -> None:
         ),
         ("OSError: [Errno 28] No space left on device", 1, "disk_full"),
         ("vllm: error: argument --max-num-seqs: invalid int value: 'x'", 2, "bad_flag"),
-        ("--max-num-batched-tokens 4: must be at least max_num_seqs (8). Fix: raise it to 8.", 2, "bad_flag"),
+        ("error: --max-num-batched-tokens 4: must be at least 8. Fix: raise it to 8.", 2, "bad_flag"),
+        ("╭─ Error ──╮\n│ No such option: --bogus  │\n╰──────────╯", 2, "bad_flag"),
+        (
+            "error: --gpu-memory-utilization 0.3: one request of max_model_len (8192) needs 513 KV blocks, "
+            "but there are 0. Fix: 296 MiB are missing: raise --gpu-memory-utilization",
+            2,
+            "kv_cache_too_small",
+        ),
+        ("error: model '/x': no such file or directory, and not a hub id", 2, "model_not_found"),
         ("OSError: x is not a local folder and is not a valid model identifier", 1, "model_not_found"),
     ],
 )
