@@ -34,7 +34,8 @@ _SIGNS = [
     (
         "bad_flag",
         r"unrecognized arguments?|error: argument|No such option|Invalid value|invalid choice"
-        r"|^error: --[a-z-]+ .*Fix: |validation errors? for \w*Config|ValueError: .*(max_num|must be|should be)",
+        r"|^error: --[a-z-]+ .*Fix: |validation errors? for \w*Config"
+        r"|ValueError: .*(max_num|must be|should be)",
     ),
     (
         "model_not_found",
