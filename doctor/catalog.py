@@ -55,7 +55,6 @@ METRICS: dict[str, Metric] = {
             combine="max",
         ),
         _metric("cache_hit_rate", "gauge", "sglang:cache_hit_rate", combine="max"),
-        _metric("accept_length", "gauge", "sglang:spec_accept_length", combine="max"),
         _metric("preemptions", "counter", "vllm:num_preemptions_total"),
         _metric("prompt_tokens", "counter", "vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
         _metric(

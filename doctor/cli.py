@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from doctor.diagnose import Diagnosis
+    from doctor.finding import Diagnosis
     from doctor.sources import Source
 
 doctor_app = typer.Typer(invoke_without_command=True, no_args_is_help=True, rich_markup_mode="rich")

@@ -83,7 +83,8 @@ class Flag:
 
     @property
     def certain(self) -> bool:
-        return self.origin not in ("guessed", "default", "inferred")
+        """Whether somebody said so, or it can be nothing else."""
+        return self.origin in ("given", "log", "metrics") or (self.origin == "default" and self.number.exact)
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def parse_log(text: str) -> LogFacts:
         elif match := _NAMESPACE.search(line):
             flags, complete = _pairs(match[1]), True
         elif match := _DUMP.search(line):
-            flags |= _dumped(match[1])
+            flags = {**_dumped(match[1]), **flags}  # what was typed says more than what is printed of it
         elif match := _BUDGET.search(line):
             flags["max_num_batched_tokens"] = int(match[1])
         elif match := _POOL.search(line):

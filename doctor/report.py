@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from doctor.diagnose import NOT_JUDGED, CannotTell, Diagnosis, Evidence, Finding, Prescription
+from doctor.finding import NOT_JUDGED, CannotTell, Diagnosis, Evidence, Finding, Prescription
 
 _MARK = {"critical": "CRITICAL", "warning": "WARNING", "info": "INFO"}
 

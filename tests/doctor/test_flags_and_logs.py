@@ -219,3 +219,46 @@ def test_sglang_is_read_and_what_it_lacks_is_named() -> None:
     assert found.family == "SGLang"
     assert "preemptions" in {m.name for item in found.cannot_tell for m in item.missing}
     assert not found.healthy
+
+
+def test_a_shorter_draft_is_written_into_the_speculative_config() -> None:
+    drafting = replace(
+        Server(),
+        running=64,
+        counters={"drafts": 1000, "draft_tokens": 4000, "accepted_tokens": 1200},
+    )
+    config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+    found = diagnose(Scrapes(drafting.scrapes()), {"speculative_config": config})
+    (finding,) = [finding for finding in found.findings if finding.id == "speculation-loses"]
+    off, shorter = finding.prescriptions
+    assert off.args == "drop --speculative-config"
+    assert shorter.changes == {"speculative_config": {**config, "num_speculative_tokens": 2}}
+    assert '"num_speculative_tokens": 2' in shorter.args
+
+
+def test_sglang_without_our_speculation_metrics_is_not_said_to_speculate_or_not() -> None:
+    labels = '{model_name="m"}'
+    pages = [
+        (1000 * n, f"sglang:num_running_reqs{labels} 4\nsglang:gen_throughput{labels} {n}\n")
+        for n in range(1, 9)
+    ]
+    undecided = {item.id for item in diagnose(Scrapes(pages)).cannot_tell}
+    assert "speculation-loses" in undecided
+
+
+def test_engines_are_named_by_what_tells_them_apart() -> None:
+    def page(number: int) -> str:
+        return "".join(
+            Server(labels={"engine": engine, "model_name": model, "instance": "host:1"}).page(number, 0)
+            for engine in "01"
+            for model in ("small", "large")
+        )
+
+    found = diagnose(Scrapes([(1000 * n, page(n)) for n in range(1, 5)]), {})
+    assert found.engines[0] == "host:1 large engine 0"
+    assert len(set(found.engines)) == 4
+
+
+def test_few_requests_are_said_to_be_few() -> None:
+    found = diagnose(Scrapes(Server().scrapes(count=2)), {})
+    assert found.notes == ("scrapes: only 10 requests, so percentiles are rough",)

@@ -1,0 +1,154 @@
+"""What a diagnosis consists of, and its documented JSON form."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from doctor.flags import Flag
+from doctor.playbook import SEVERITIES, Severity
+from doctor.reading import Missing
+from doctor.slo import Slo
+
+SCHEMA = "vtune.doctor/1"
+NOT_JUDGED = (
+    "LoRA",
+    "MoE expert balance",
+    "data parallel ranks against each other",
+    "prefill/decode disaggregation",
+    "GPU and CPU utilisation",
+)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One figure behind a finding; ``note`` says where it is only a bound."""
+
+    signal: str
+    value: float
+    unit: str
+    query: str
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class Prescription:
+    """What to do. ``changes`` are new flag values (None: drop the flag), ``was`` the current ones."""
+
+    changes: Mapping[str, Any]
+    was: Mapping[str, Any]
+    args: str
+    text: str
+    uncertain: Mapping[str, str]
+    """Flags it was computed from that nobody told us, with where the value is from."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    id: str
+    severity: Severity
+    title: str
+    instance: str
+    model: str
+    engine: str
+    evidence: tuple[Evidence, ...]
+    flags: Mapping[str, Flag]
+    prescriptions: tuple[Prescription, ...]
+    expect: Mapping[str, str]
+    cost: float | None
+    """Request-seconds of delay a second: how many requests are being held up, on average."""
+    suppressed_by: str | None = None
+
+
+@dataclass(frozen=True)
+class CannotTell:
+    """A rule that could not be judged on one engine, and what it lacks."""
+
+    id: str
+    severity: Severity
+    instance: str
+    missing: tuple[Missing, ...]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything found in one window."""
+
+    source: str
+    family: str
+    version: str | None
+    window_s: float
+    slo: Slo
+    findings: tuple[Finding, ...]
+    cannot_tell: tuple[CannotTell, ...]
+    healthy: bool
+    idle: bool
+    engines: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def worst(self) -> Severity | None:
+        """The highest severity among findings that nothing else explains."""
+        found = [finding.severity for finding in self.findings if finding.suppressed_by is None]
+        return max(found, key=SEVERITIES.index) if found else None
+
+    def to_json(self) -> dict[str, Any]:
+        """The documented JSON form (``schema``)."""
+        return {
+            "schema": SCHEMA,
+            "source": self.source,
+            "server": {"family": self.family, "version": self.version, "engines": list(self.engines)},
+            "window_seconds": round(self.window_s, 3),
+            "slo": {
+                name: {
+                    "seconds": value if math.isfinite(value) else None,
+                    "from": self.slo.given.get(name, "default"),
+                }
+                for name, value in self.slo.values.items()
+            },
+            "findings": [_finding_json(finding) for finding in self.findings],
+            "cannot_tell": [
+                {
+                    "id": item.id,
+                    "severity": item.severity,
+                    "instance": item.instance,
+                    "missing": [{"name": m.name, "kind": m.kind, "why": m.why} for m in item.missing],
+                }
+                for item in self.cannot_tell
+            ],
+            "healthy": self.healthy,
+            "idle": self.idle,
+            "not_judged": list(NOT_JUDGED),
+            "notes": list(self.notes),
+        }
+
+
+def _finding_json(finding: Finding) -> dict[str, Any]:
+    return {
+        "id": finding.id,
+        "severity": finding.severity,
+        "title": finding.title,
+        "instance": finding.instance,
+        "model": finding.model,
+        "engine": finding.engine,
+        "evidence": [
+            {"signal": e.signal, "value": e.value, "unit": e.unit, "query": e.query, "note": e.note}
+            for e in finding.evidence
+        ],
+        "flags": {name: {"value": flag.value, "from": flag.origin} for name, flag in finding.flags.items()},
+        "prescriptions": [
+            {
+                "set": dict(p.changes),
+                "was": dict(p.was),
+                "args": p.args,
+                "text": p.text,
+                "uncertain": dict(p.uncertain),
+                "verified": False,
+            }
+            for p in finding.prescriptions
+        ],
+        "expect": dict(finding.expect),
+        "cost": finding.cost,
+        "suppressed_by": finding.suppressed_by,
+    }

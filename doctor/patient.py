@@ -1,0 +1,143 @@
+"""One engine under examination: its signals, its flags, and what the metrics give away about those."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from doctor import flags as server_flags
+from doctor.evaluators import Group
+from doctor.flags import Engine, Flags
+from doctor.logfile import LogFacts
+from doctor.playbook import ASSUMPTIONS
+from doctor.reading import Missing, Number, Reading
+from doctor.signals import SIGNALS
+from doctor.slo import Slo
+from doctor.sources import Observation
+
+
+@dataclass(frozen=True)
+class Patient:
+    """One engine with everything that rules may ask about it."""
+
+    group: Group
+    name: str
+    readings: Mapping[str, Reading]
+    queries: Mapping[str, str]
+    flags: Flags
+    constants: Mapping[str, float]
+    """SLOs and assumptions."""
+
+    def lookup(self, name: str) -> Reading:
+        if name in self.readings:
+            return self.readings[name]
+        if name in self.constants:
+            return Number.exactly(self.constants[name])
+        if name in ASSUMPTIONS:
+            return Missing(name, "assumption", ASSUMPTIONS[name])
+        reading = self.flags.reading(name)
+        return reading if isinstance(reading, Number) else Missing(name, "flag", reading.why)
+
+    @property
+    def idle(self) -> bool:
+        """No request was seen in the window."""
+        seen = [self.readings[name] for name in ("running_max", "waiting_max", "first_tokens")]
+        known = [reading.point for reading in seen if isinstance(reading, Number)]
+        return bool(known) and not any(known)
+
+    def excuses(self, missing: Iterable[Missing]) -> bool:
+        """Whether a rule does not apply here, rather than being undecided: no peers, or no traffic at all."""
+        kinds = {item.kind for item in missing}
+        return kinds <= ({"peers", "empty"} if self.idle else {"peers"})
+
+
+def patients(
+    observation: Observation,
+    given: Mapping[str, Any] | None,
+    slo: Slo,
+    log: LogFacts | None,
+    assume: Mapping[str, float],
+    engine: Engine | None,
+) -> list[Patient]:
+    evaluator = observation.evaluator
+    read = {name: evaluator.read(signal) for name, signal in SIGNALS.items()}
+    queries = {name: evaluator.query(signal) for name, signal in SIGNALS.items()}
+    configs = evaluator.cache_config()
+    kind: Engine = engine or ("sglang" if observation.family == "SGLang" else "vllm")
+    seen = []
+    for group in evaluator.groups:
+        config = _config_of(group, configs)
+        flags = server_flags.resolve(given, log, config, engine=kind, version=observation.version)
+        readings = {name: values[group] for name, values in read.items()}
+        seen.append(
+            Patient(
+                group,
+                _name(group, evaluator.groups, observation.name),
+                readings,
+                queries,
+                _infer(flags, readings),
+                {**slo.values, **assume},
+            )
+        )
+    return seen
+
+
+def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[str, str] | None:
+    """``cache_config_info`` carries no model name, so instance and engine must do."""
+    for labels in configs:
+        if labels.get("instance", "") == group.instance and labels.get("engine", "") in ("", group.engine):
+            return labels
+    return None
+
+
+def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
+    """Read off the metrics what no metric says outright."""
+    flags = _infer_speculation(flags, readings)
+    wanted = (
+        "running_max",
+        "running_when_waiting",
+        "waiting_share",
+        "kv_max",
+        "decode_time_mean",
+        "prefill_time_mean",
+    )
+    found = [reading.point for name in wanted if isinstance(reading := readings[name], Number)]
+    if flags.known["max_num_seqs"].certain or len(found) < len(wanted):
+        return flags
+    most, usual, waiting, kv, decode, prefill = found
+    # Requests wait, the KV pool has room, slots are held by decoding, and running stays at its maximum: that
+    # maximum is the cap. A slot is empty for a step whenever a request finishes, hence half a slot less.
+    if waiting > 0.5 and kv < 0.9 and decode > prefill and usual > 0.8 * most - 0.5:
+        return flags.with_flag(server_flags.inferred("max_num_seqs", most, most, most))
+    return flags
+
+
+def _infer_speculation(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
+    """The speculative families exist only while speculation is on."""
+    known = flags.known["num_speculative_tokens"]
+    if known.origin in ("given", "log") or flags.engine == "sglang":
+        return flags
+    drafted = readings["tokens_drafted_per_draft"]
+    if isinstance(drafted, Number):
+        tokens = float(math.ceil(round(drafted.point, 3)))
+        return flags.with_flag(
+            server_flags.inferred("num_speculative_tokens", tokens, drafted.point, max(tokens, 64.0))
+        )
+    if drafted.kind == "metric":
+        return flags.with_flag(server_flags.inferred("num_speculative_tokens", 0.0, 0.0, 0.0))
+    return flags
+
+
+def _name(group: Group, groups: Sequence[Group], source: str) -> str:
+    """The instance, with model and engine where it has several of them."""
+    instance = group.instance or source
+    beside = [other for other in groups if other.instance == group.instance]
+    models = {other.model_name for other in beside}
+    parts = [instance]
+    if len(models) > 1:
+        parts.append(group.model_name)
+    if len(beside) > len(models):
+        parts.append(f"engine {group.engine}")
+    return " ".join(parts)

@@ -1,0 +1,110 @@
+"""From a playbook's remedies to exact flags for one server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from doctor.expression import Comparison, Lookup
+from doctor.finding import Prescription
+from doctor.flags import SWITCHES, Flags
+from doctor.patient import Patient
+from doctor.playbook import Playbook, Remedy
+from doctor.reading import Number, Reading
+
+
+def prescriptions(book: Playbook, patient: Patient) -> tuple[Prescription, ...]:
+    """The remedies that apply here, as exact flags."""
+    built = []
+    for remedy in book.remedies:
+        needed = remedy.needs.judge(patient.lookup)
+        if needed.value is False or any(item.kind != "flag" for item in needed.missing):
+            continue
+        # Undecided only because a flag is not known: prescribed with the condition in words.
+        condition = None if needed.value else _condition(remedy, patient)
+        prescription = _prescription(remedy, patient, condition)
+        if prescription is not None:
+            built.append(prescription)
+    return tuple(built)
+
+
+def _condition(remedy: Remedy, patient: Patient) -> str:
+    """The needs that hang on a flag nobody told us, with what can be computed computed."""
+    words = []
+    for part in remedy.needs.parts:
+        if part.judge(patient.lookup).value is None and isinstance(part, Comparison):
+            limit = part.right.value(_points(patient.lookup))
+            shown = f"{limit.point:.4g}" if isinstance(limit, Number) else part.right.text
+            words.append(f"{part.left.text} {part.operator} {shown}")
+    return "only if " + " and ".join(words)
+
+
+def _points(lookup: Lookup) -> Lookup:
+    """A lookup that takes every range for its best single figure."""
+
+    def point(name: str) -> Reading:
+        reading = lookup(name)
+        return Number.exactly(reading.point) if isinstance(reading, Number) else reading
+
+    return point
+
+
+def _prescription(remedy: Remedy, patient: Patient, condition: str | None) -> Prescription | None:
+    """None where the server has none of the flags, or where nothing would change."""
+    flags = patient.flags
+    wanted: dict[str, Any] = dict.fromkeys(remedy.unset)
+    used = set(remedy.needs.names)
+    for name, setting in remedy.settings.items():
+        if isinstance(setting, str):
+            wanted[name] = setting
+            continue
+        number = setting.value(_points(patient.lookup))
+        if not isinstance(number, Number) or not math.isfinite(number.point):
+            return None
+        used |= setting.names | {name}
+        wanted[name] = _rounded(name, number.point)
+    refused = [reason for name in wanted if (reason := flags.unavailable(name))]
+    changes = {name: value for name, value in wanted.items() if flags.unavailable(name) is None}
+    if wanted and not changes and not remedy.do:
+        return None
+    if changes and all(value is not None and value == flags.value(name) for name, value in changes.items()):
+        return None
+    was = {name: flags.value(name) for name in changes}
+    changes, was = _as_typed(changes, was, flags)
+    known = flags.known
+    uncertain = {n: known[n].origin for n in sorted(used & known.keys()) if not known[n].certain}
+    text = "; ".join(filter(None, [remedy.do, remedy.because, condition, *dict.fromkeys(refused)]))
+    return Prescription(changes, was, _arguments(changes, flags), text, uncertain)
+
+
+def _rounded(name: str, value: float) -> int | float | bool:
+    if name == "gpu_memory_utilization":
+        return math.floor(value * 100 + 1e-9) / 100
+    if name in SWITCHES:
+        return bool(value)
+    whole = math.floor(value + 1e-9)
+    return whole // 16 * 16 if name == "max_num_batched_tokens" and whole >= 64 else whole
+
+
+def _as_typed(
+    changes: Mapping[str, Any], was: Mapping[str, Any], flags: Flags
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The number of draft tokens is a key of ``speculative_config``, not a flag of its own."""
+    key, config = "num_speculative_tokens", "speculative_config"
+    if key not in changes:
+        return dict(changes), dict(was)
+    current = flags.raw.get(config)
+    current = dict(current) if isinstance(current, Mapping) else {}
+    return {config: {**current, key: changes[key]}}, {config: {**current, key: was[key]}}
+
+
+def _arguments(changes: Mapping[str, Any], flags: Flags) -> str:
+    """The flags as one types them; a dropped flag is named in words."""
+    from loadgen.flags import render
+
+    kept = {flags.spelled(name): value for name, value in changes.items() if value is not None}
+    dropped = [
+        f"drop --{flags.spelled(n).replace('_', '-')}" for n, value in changes.items() if value is None
+    ]
+    return ", ".join(filter(None, [" ".join(render(kept)), *dropped]))
