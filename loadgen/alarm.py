@@ -31,7 +31,7 @@ class Alarm:
     """Calls ``callback`` once for each :meth:`set`, at or after the deadline. Close it after use."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-        self._loop, self._callback = loop, callback
+        self._loop, self.callback = loop, callback
         self._deadline_ns: int | None = None
         self._handle: asyncio.Handle | None = None
         self._libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
@@ -84,5 +84,5 @@ class Alarm:
         if self._deadline_ns is None or monotonic_ns() < self._deadline_ns:
             return False
         self._deadline_ns = None
-        self._callback()
+        self.callback()
         return True

@@ -287,7 +287,8 @@ def _client_stats(logs: Sequence[WireLog]) -> ClientStats:
         wall=(max(log.stop_ns for log in logs) - start) / 1e9,
         reads=sum(len(exchange.stamps) for log in logs for exchange in log.exchanges),
         lag_p50=lags[len(lags) // 2] / 1e9,
-        lag_p99=lags[min(len(lags) - 1, len(lags) * 99 // 100)] / 1e9,
+        lag_p95=lags[len(lags) * 95 // 100] / 1e9,
+        lag_p99=lags[len(lags) * 99 // 100] / 1e9,
         lag_max=lags[-1] / 1e9,
         stalls=tuple(sorted(sorted(stalls, key=lambda s: -s[1])[:_MAX_STALLS])),
     )

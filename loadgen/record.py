@@ -103,6 +103,7 @@ class ClientStats:
     lag_max: float
     stalls: tuple[tuple[float, float], ...] = ()
     """(when, how long) of the heartbeats that were more than 20 ms late, seconds after the start."""
+    lag_p95: float = 0.0
 
     @property
     def cpu_per_read(self) -> float:
