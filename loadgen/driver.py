@@ -156,6 +156,7 @@ class Driver:
         self._finish(exchange, end, detail)
 
     def unsent(self, exchange: Exchange) -> None:
+        del self._busy[exchange.index]
         self._waiting.append(exchange)
         self._pool.dial()
 

@@ -34,6 +34,8 @@ class Url:
         parts = urlsplit(full)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{text!r} is no server URL: write e.g. http://127.0.0.1:8000")
+        if parts.username is not None or parts.query:
+            raise ValueError(f"{text!r}: no user name or query belongs here; give a key with --api-key")
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:

@@ -69,7 +69,7 @@ class WirePlan:
     """How long to wait for answers after the last request was sent (or the duration ended)."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Exchange:
     """One request's life on the wire: stamps and raw bytes."""
 

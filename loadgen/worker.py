@@ -10,8 +10,10 @@ never outlives its parent. worker: "ready" -> Progress... -> WireLog.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import resource
 import signal
 import subprocess
 import sys
@@ -125,7 +127,15 @@ def serve(source: IO[bytes], to: IO[bytes]) -> None:
     write_frame(to, log)
 
 
+def _allow_many_connections() -> None:
+    """Raise the limit of open files as far as it goes: a request in flight is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS refuses its own "unlimited"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main() -> int:
+    _allow_many_connections()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     # Unbuffered: the listening thread must not hold a buffer's lock when the interpreter shuts down.
     with open(0, "rb", buffering=0, closefd=False) as source, open(1, "wb", closefd=False) as to:

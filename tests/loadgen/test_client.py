@@ -1,9 +1,11 @@
 """The client against a loopback server: everything is sent, told apart and cleaned up. No wall clock."""
 
 import os
+import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -301,9 +303,11 @@ def test_a_server_that_dies_refuses_the_rest() -> None:
     assert run.requests[-1].failure is Failure.REFUSED
 
 
-@pytest.mark.parametrize("text", ["ftp://x", "http://", "http://h:99999", "http://h:x"])
+@pytest.mark.parametrize(
+    "text", ["ftp://x", "http://", "http://h:99999", "http://h:x", "http://u:p@h", "http://h?q=1"]
+)
 def test_bad_urls(text: str) -> None:
-    with pytest.raises(ValueError, match=r"URL|port"):
+    with pytest.raises(ValueError, match=r"URL|port|key"):
         run_schedule(text, schedule(Constant(1.0), 1))
 
 
@@ -365,6 +369,32 @@ def test_https_to_a_plain_server(url: str) -> None:
         options=replace(INLINE, timeout=0.5),
     )
     assert {r.failure for r in run.requests} <= {Failure.TLS, Failure.CONNECT_TIMEOUT}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks the worker up in /proc")
+def test_a_worker_does_not_outlive_its_parent() -> None:
+    """The parent is killed in the middle of a run; the worker notices that its input has ended."""
+    program = (
+        "import sys; from loadgen.arrivals import Constant; from loadgen.client import run_schedule; "
+        "from loadgen.workload import preset; "
+        "load = preset('random', max_model_len=100, input_len=8, output_len=4); "
+        "plan = load.schedule(seed=0, arrival=Constant(20.0), duration=600, warmup=0); "
+        "run_schedule(sys.argv[1], plan, model='m', progress=lambda p: print(p.sent, flush=True))"
+    )
+    with running(MockServer()) as port:
+        parent = subprocess.Popen(
+            [sys.executable, "-c", program, f"http://127.0.0.1:{port}"], stdout=subprocess.PIPE
+        )
+        assert parent.stdout is not None
+        parent.stdout.readline()
+        (worker,) = (
+            int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+        )
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
+        while Path(f"/proc/{worker}/cmdline").exists() and Path(f"/proc/{worker}/cmdline").read_bytes():
+            time.sleep(0.02)  # the test's own time limit is the assertion
 
 
 def test_nothing_is_left_open(url: str) -> None:
