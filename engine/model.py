@@ -138,7 +138,6 @@ def load_decoder(
     """Fuse and pack a checkpoint's tensors, layer by layer as they come. Raises ModelError."""
     shapes = config.tensor_shapes()
     pending: dict[str, torch.Tensor] = {}
-    layers: dict[int, DecoderLayer] = {}
     for name, tensor in tensors:
         if name not in shapes:
             continue  # such as a tied lm_head, or rotary frequencies of old checkpoints
@@ -148,18 +147,13 @@ def load_decoder(
     missing = sorted(set(shapes) - set(pending))
     if missing:
         raise ModelError(f"the checkpoint lacks {len(missing)} tensors, first {missing[0]}")
-    for index in range(config.num_layers):
-        layers[index] = _load_layer(config, kernels, pending, f"model.layers.{index}.")
-    embedding = pending["model.embed_tokens.weight"]
-    head = embedding if config.tie_word_embeddings else pending["lm_head.weight"]
-    return Decoder(
-        config,
-        kernels,
-        embedding,
-        [layers[index] for index in range(config.num_layers)],
-        pending["model.norm.weight"],
-        kernels.pack(head),
-    )
+    prefixes = [f"model.layers.{index}." for index in range(config.num_layers)]
+    layers = [_load_layer(config, kernels, pending, prefix) for prefix in prefixes]
+    # Clones, since a tensor that is a view of the mapped file would keep all of it in memory.
+    embedding = pending.pop("model.embed_tokens.weight").clone()
+    head = embedding if config.tie_word_embeddings else pending.pop("lm_head.weight")
+    norm = pending.pop("model.norm.weight").clone()
+    return Decoder(config, kernels, embedding, layers, norm, kernels.pack(head))
 
 
 def _load_layer(
@@ -172,10 +166,10 @@ def _load_layer(
         return kernels.pack(weight, bias)
 
     return DecoderLayer(
-        input_norm=pending.pop(prefix + "input_layernorm.weight"),
+        input_norm=pending.pop(prefix + "input_layernorm.weight").clone(),
         qkv=fuse("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         o=fuse("self_attn.o_proj"),
-        post_norm=pending.pop(prefix + "post_attention_layernorm.weight"),
+        post_norm=pending.pop(prefix + "post_attention_layernorm.weight").clone(),
         gate_up=fuse("mlp.gate_proj", "mlp.up_proj"),
         down=fuse("mlp.down_proj"),
     )

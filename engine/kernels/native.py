@@ -6,8 +6,11 @@ missing ``load_library`` says why, and the torch path of cpu.py is used. ``VTUNE
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
+import math
+import mmap
 import os
 import platform
 import shutil
@@ -155,6 +158,16 @@ class NativeStep:
         return ctypes.addressof(self.view)
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros that cost memory and time only where they are written, in huge pages where the system has them:
+    blocks lie scattered, so with small pages many an access would miss the page tables' cache."""
+    region = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            region.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(region, dtype=dtype).view(shape)
+
+
 def supports(shape: AttentionShape, dtype: torch.dtype) -> None:
     """Raise NativeUnavailable where the kernels are turned off, or do not cover a model or block size."""
     if os.environ.get("VTUNE_NATIVE") == "0":
@@ -230,7 +243,7 @@ class NativeKernels(Kernels):
 
     def allocate_cache(self, num_blocks: int) -> NativeCache:
         shape = (num_blocks, self.shape.num_kv_heads, self.shape.block_size * self.shape.head_dim)
-        return NativeCache(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+        return NativeCache(_zeros(shape, self.dtype), _zeros(shape, self.dtype))
 
     def begin(self, batch: Batch) -> NativeStep:
         rows = np.diff(batch.query_start) * self.shape.group
