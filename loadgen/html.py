@@ -135,16 +135,17 @@ def _timeline(records: Records) -> go.Figure:
             )
         )
     failed = [r for r in records.requests if not r.ok]
-    traces.append(
-        go.Scatter(
-            x=[r.intended / 1e9 for r in failed],
-            y=[(r.end - r.intended) / 1e9 for r in failed],
-            mode="markers",
-            marker={"symbol": "x", "color": "#b3423f", "size": 8},
-            name="failed (until the failure)",
-            text=[f"request {r.index}: {escape(str(r.failure))}" for r in failed],
+    if failed:
+        traces.append(
+            go.Scatter(
+                x=[r.intended / 1e9 for r in failed],
+                y=[(r.end - r.intended) / 1e9 for r in failed],
+                mode="markers",
+                marker={"symbol": "x", "color": "#b3423f", "size": 8},
+                name="failed (until the failure)",
+                text=[f"request {r.index}: {escape(str(r.failure))}" for r in failed],
+            )
         )
-    )
     figure = _figure("TTFT of each request", "intended time, s", "s", traces)
     return _with_window(figure, records)
 
