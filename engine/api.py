@@ -7,8 +7,8 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -30,11 +30,12 @@ from engine.request import SamplingParams
 from engine.responses import ChatWriter, Choice, CompletionWriter, Writer
 from engine.tokenizer import ChatTemplateError
 
+T = TypeVar("T")
 logger = logging.getLogger("vtune.api")
 MAX_WARNINGS = 100
 """Names of unknown fields to tell about; a client that invents ever new ones must not fill the log."""
 LONG_TEXT = 20_000
-"""Characters from which tokenizing moves to a thread, to keep the loop responsive."""
+"""Characters or tokens from which their conversion moves to a thread."""
 
 
 class Api:
@@ -148,7 +149,10 @@ class Api:
         news = sorted(set(options.unknown) - self._warned)
         if news and len(self._warned) < MAX_WARNINGS:
             self._warned.update(news)
-            logger.warning(f"fields present in a request but ignored: {', '.join(news)[:500]}")
+            names = (
+                ", ".join(news)[:500].encode("unicode_escape").decode()
+            )  # no line of the log is a client's
+            logger.warning(f"fields present in a request but ignored: {names}")
 
     def _check_model(self, name: str | None) -> None:
         if name not in (None, self._model_name):
@@ -157,21 +161,19 @@ class Api:
 
     async def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
         """Raises RequestError for an empty prompt, or an id outside the vocabulary."""
-        vocabulary = self._frontend.model.vocab_size
-        if not isinstance(prompt, str):
-            outside = next((token_id for token_id in prompt if token_id >= vocabulary), None)
-            if outside is not None:
-                raise RequestError(
-                    f"token id {outside} is out of vocabulary (0 to {vocabulary - 1})", "prompt"
-                )
-            return list(prompt)
-        encode = self._frontend.tokenizer.encode
-        if len(prompt) < LONG_TEXT:
-            ids = encode(prompt, add_special_tokens)
+        if isinstance(prompt, str):
+            encode = self._frontend.tokenizer.encode
+            ids = await _in_thread_if_long(len(prompt), encode, prompt, add_special_tokens)
         else:
-            ids = await asyncio.to_thread(encode, prompt, add_special_tokens)
+            ids = list(prompt)
         if not ids:
             raise RequestError("the prompt is empty", "prompt")
+        vocabulary = self._frontend.model.vocab_size
+        if (largest := max(ids)) >= vocabulary:
+            message = f"token id {largest} is out of vocabulary (0 to {vocabulary - 1})"
+            if isinstance(prompt, str):
+                message += ": the server's tokenizer is not the model's; start it with another --tokenizer"
+            raise RequestError(message, "prompt")
         return ids
 
     def _render(self, messages: Sequence[dict[str, Any]], opens: bool, variables: Mapping[str, Any]) -> str:
@@ -213,13 +215,15 @@ class Api:
             if prompt is None:
                 raise fields.refuse("prompt", "must be a string (or give messages)")
             ids = await self._token_ids(prompt, fields.boolean("add_special_tokens", True))
-        strings = [self._frontend.tokenizer.token_text(token_id) for token_id in ids]
+        strings = None
+        if fields.boolean("return_token_strs"):
+            strings = await _in_thread_if_long(len(ids), self._frontend.tokenizer.token_texts, ids)
         return JSONResponse(
             {
                 "count": len(ids),
                 "max_model_len": self._max_model_len,
                 "tokens": ids,
-                "token_strs": strings if fields.boolean("return_token_strs") else None,
+                "token_strs": strings,
             }
         )
 
@@ -227,7 +231,8 @@ class Api:
         fields = Fields(parse_json(await read_body(request)))
         self._check_model(fields.text("model"))
         ids = await self._token_ids(fields.token_ids("tokens"), False)
-        return JSONResponse({"prompt": self._frontend.tokenizer.decode(ids, skip_special_tokens=False)})
+        text = await _in_thread_if_long(len(ids), self._frontend.tokenizer.decode, ids, False)
+        return JSONResponse({"prompt": text})
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self._frontend.alive else 503)
@@ -237,6 +242,13 @@ class Api:
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": self._version, "engine": "vtune"})
+
+
+async def _in_thread_if_long(size: int, work: Callable[..., T], *arguments: Any) -> T:
+    """``work(*arguments)``: in a thread if it is long, so that the loop stays responsive."""
+    if size < LONG_TEXT:
+        return work(*arguments)
+    return await asyncio.to_thread(work, *arguments)
 
 
 def _request_id(options: Options) -> str:

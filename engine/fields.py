@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 INT64 = 1 << 63
+MAX_UNKNOWN = 20
 MAX_SHOWN = 40
 """Characters of a refused number that its refusal repeats."""
 
@@ -127,8 +129,8 @@ class Fields:
         return Fields(value or {}, f"{self._prefix}{name}.")
 
     def unknown(self) -> list[str]:
-        """Names that nobody has asked for."""
-        return sorted(set(self._body) - self._seen)
+        """Names that nobody has asked for, the first :data:`MAX_UNKNOWN` of them."""
+        return sorted(islice((name for name in self._body if name not in self._seen), MAX_UNKNOWN))
 
 
 def is_token_id(value: object) -> bool:

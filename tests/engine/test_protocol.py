@@ -125,6 +125,7 @@ def test_refusals_name_field_value_and_rule(body: dict[str, Any], param: str, wo
 def test_fields_that_change_nothing_are_taken() -> None:
     assert completion(echo=False, suffix=None, best_of=1, response_format={"type": "text"}, user="u")
     assert completion(surprise=1, another=2).options.unknown == ("another", "surprise")
+    assert len(completion(**{f"name{i}": 1 for i in range(100)}).options.unknown) == 20
 
 
 def test_priority_with_the_policy() -> None:

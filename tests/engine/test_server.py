@@ -285,6 +285,8 @@ def test_unknown_fields_are_told_once(server: Server) -> None:
     for _ in range(2):
         complete(server, prompt="a", max_tokens=1, never_heard_of=1)
     assert server.log.count("ignored: never_heard_of") == 1
+    complete(server, **{"prompt": "a", "max_tokens": 1, "\n\x1b[31mfake": 1})
+    assert r"ignored: \n\x1b[31mfake" in server.log
 
 
 def test_logs_in_vllms_manner(server: Server) -> None:

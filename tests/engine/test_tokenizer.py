@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -130,6 +131,26 @@ def test_template_refusals_are_errors(bundled: Path, tmp_path: Path) -> None:
     tokenizer = rewrite(bundled, tmp_path, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(ChatTemplateError, match="refuses these messages: roles must alternate"):
         tokenizer.apply_chat_template([])
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ messages[0].content / 2 }}", "{{ '%d' % none }}", "{{ deep | tojson }}"]
+)
+def test_whatever_a_template_stumbles_over_is_the_messages_fault(
+    bundled: Path, tmp_path: Path, template: str
+) -> None:
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    tokenizer = rewrite(bundled, tmp_path, template)
+    with pytest.raises(ChatTemplateError, match="refuses these messages"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "a"}], deep=deep)
+
+
+@pytest.mark.parametrize("template", [5, [{"name": "default", "template": {}}]])
+def test_a_template_that_is_no_text(bundled: Path, tmp_path: Path, template: object) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: chat_template is not a text"):
+        rewrite(bundled, tmp_path, template)
 
 
 def test_templates_run_in_a_sandbox(bundled: Path, tmp_path: Path) -> None:
