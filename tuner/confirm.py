@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from scipy.special import stdtrit
+
 from loadgen.compare import Comparison
-from loadgen.paired import paired_effect
 from tuner.measure import Run, measure
 from tuner.result import Measurement, without_nan
 from tuner.slo import COUNTS, Bound, RelativeBound, Slo, format_value, name_of
@@ -22,7 +23,7 @@ MIN_GAIN = 0.05
 
 @dataclass(frozen=True)
 class Change:
-    """One metric on fresh runs: pooled over all runs of each side, and the ratio B/A over the pairs."""
+    """One metric on fresh runs: pooled over all runs of each side, and the ratio B/A with its interval."""
 
     metric: str
     a: float
@@ -93,10 +94,9 @@ def assess(
     sides = [
         [Run(getattr(pair, side), seconds[pair.seed]) for pair in comparison.pairs] for side in ("a", "b")
     ]
-    a, b = (measure(runs, slo) for runs in sides)
-    single = [[measure([run], slo) for run in runs] for runs in sides]
-    changes = {name: _change(name, a, b, *single) for name in compared_metrics(slo)}
-    problems = [_missed(bound, b) for bound in slo.bounds]
+    a, b = (Pooled.of(runs, slo) for runs in sides)
+    changes = {name: _change(name, a, b) for name in compared_metrics(slo)}
+    problems = [_missed(bound, b.whole) for bound in slo.bounds]
     problems += [_worse(bound, changes[bound.metric]) for bound in slo.relative]
     if baseline_feasible:
         problems.append(_no_gain(slo, changes[slo.objective.name]))
@@ -107,9 +107,22 @@ def assess(
         pairs=len(comparison.pairs),
         together=comparison.together,
         notes=comparison.notes,
-        baseline=a,
-        candidate=b,
+        baseline=a.whole,
+        candidate=b.whole,
     )
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """One side's runs measured together, and together without each of them in turn."""
+
+    whole: Measurement
+    without: tuple[Measurement, ...]
+
+    @classmethod
+    def of(cls, runs: Sequence[Run], slo: Slo) -> Pooled:
+        left_out = (measure([*runs[:k], *runs[k + 1 :]], slo) for k in range(len(runs)))
+        return cls(measure(runs, slo), tuple(left_out) if len(runs) > 1 else ())
 
 
 def compared_metrics(slo: Slo) -> list[str]:
@@ -118,19 +131,39 @@ def compared_metrics(slo: Slo) -> list[str]:
     return list(dict.fromkeys([*(name_of(metric, cls) for metric, cls in slo.metrics), *always]))
 
 
-def _change(
-    name: str, a: Measurement, b: Measurement, a_runs: Sequence[Measurement], b_runs: Sequence[Measurement]
-) -> Change:
-    """Pooled values of both sides, and the ratio over the pairs of runs where every run has a positive
-    value.
+def _change(name: str, a: Pooled, b: Pooled) -> Change:
+    """Pooled values of both sides, and their ratio where there is one."""
+    reading = b.whole.readings[name]
+    values = (a.whole.readings[name].value, reading.value)
+    pairs = [
+        values,
+        *(
+            (x.readings[name].value, y.readings[name].value)
+            for x, y in zip(a.without, b.without, strict=True)
+        ),
+    ]
+    if name in COUNTS or not all(0 < value < math.inf for pair in pairs for value in pair):
+        return Change(name, *values, math.nan, math.nan, math.nan, reading.n)
+    whole, *left_out = (math.log(y / x) for x, y in pairs)
+    low, high = _jackknife(whole, left_out)
+    return Change(name, *values, math.exp(whole), math.exp(low), math.exp(high), reading.n)
+
+
+def _jackknife(whole: float, left_out: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Interval of a statistic from its values without each pair: Student's t on Tukey's pseudo-values.
+
+    The unit is the pair of runs, as it must be. But the statistic is of all runs together, for a tail
+    percentile of one short run has two modes where the stalls make up about that share of the tokens: it
+    falls among them or not.
     """
-    a_values, b_values = ([run.readings[name].value for run in runs] for runs in (a_runs, b_runs))
-    reading = b.readings[name]
-    ratio = low = high = math.nan
-    if a_values and name not in COUNTS and all(0 < value < math.inf for value in a_values + b_values):
-        effect = paired_effect(a_values, b_values)
-        ratio, low, high = effect.ratio, effect.low, effect.high
-    return Change(name, a.readings[name].value, reading.value, ratio, low, high, reading.n)
+    n = len(left_out)
+    if n < 2:
+        return -math.inf, math.inf
+    pseudo = [n * whole - (n - 1) * value for value in left_out]
+    mean = sum(pseudo) / n
+    error = math.sqrt(sum((value - mean) ** 2 for value in pseudo) / (n - 1) / n)
+    margin = float(stdtrit(n - 1, (1 + confidence) / 2)) * error
+    return whole - margin, whole + margin
 
 
 def _missed(bound: Bound, b: Measurement) -> str:
@@ -141,10 +174,7 @@ def _missed(bound: Bound, b: Measurement) -> str:
 
 
 def _worse(bound: RelativeBound, change: Change) -> str:
-    """Judged on the ratio over pairs, whose runs served the same requests: a tail percentile of few requests
-    jumps from one class of requests to the next when runs are pooled."""
-    ratio = change.b / change.a if math.isnan(change.ratio) and change.a else change.ratio
-    if Bound(bound.metric, bound.op, bound.factor).violation(ratio) <= 0:
+    if Bound(bound.metric, bound.op, bound.factor).violation(change.ratio) <= 0:
         return ""
     return f"{change.metric} {change}, the SLO asks for {bound.op} {bound.note}"
 

@@ -18,7 +18,7 @@ WARMUP = 2
 measured.
 """
 _SEEDS = 10_000
-_CONFIRM, _CAPACITY, _PROBE = 1_000, 2_000, 3_000
+_CONFIRM, _PROBE, _CAPACITY = 1_000, 2_000, 3_000
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,10 @@ def _cut(schedule: Schedule, count: int) -> tuple[Schedule, Schedule]:
 def capacity_schedule(workload: Workload, seed: int, count: int, concurrency: int) -> Schedule:
     """A closed loop of ``count`` requests, to find out what the server can do."""
     return workload.schedule(
-        seed=seed * _SEEDS + _CAPACITY, arrival=ClosedLoop(concurrency), num_requests=count, warmup=WARMUP
+        seed=seed * _SEEDS + _CAPACITY + count,  # the next loop's prompts must not be in the prefix cache
+        arrival=ClosedLoop(concurrency),
+        num_requests=count,
+        warmup=WARMUP,
     )
 
 

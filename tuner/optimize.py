@@ -295,18 +295,30 @@ class Optimizer:
     # The confirmation.
 
     def _conclude(self, ended: str) -> Outcome:
-        space, best, baseline = self.study.space, self.study.best(), self.study.baseline
+        space, baseline = self.study.space, self.study.baseline
         assert baseline is not None, "a search begins with the baseline"
-        if best is None or not space.changes(best.config):
-            return without_confirmation(self.study.results, best, space, self.slo, ended)
+        first = next((c for c in self.study.candidates() if self._worth_confirming(c, baseline)), None)
+        if first is None:
+            return without_confirmation(self.study.results, baseline, space, self.slo, ended)
         if baseline.status == "failed":
-            return unconfirmed(best, baseline, space, self.slo, ended)
+            return unconfirmed(first, baseline, space, self.slo, ended)
         self.observer.phase("confirmation")
-        outcome = self._confirmed(best, baseline, ended)
-        if outcome.kind != "better" and (second := self._second(best)):
+        outcome = self._confirmed(first, baseline, ended)
+        if outcome.kind != "better" and (second := self._second(first)):
             self.observer.note(f"{outcome.sentence}. There is time for the next best")
             outcome = self._confirmed(second, baseline, ended)
         return outcome
+
+    def _worth_confirming(self, candidate: TrialResult, baseline: TrialResult) -> bool:
+        """Unless one measurement each shows already that the candidate is no better than the baseline."""
+        if not baseline.feasible:
+            return True
+        objective = self.slo.objective
+        ours, theirs = baseline.reading(objective), candidate.reading(objective)
+        if objective.better(theirs.value, ours.value):
+            return True
+        overlap = theirs.low < ours.high if objective.direction == "minimize" else theirs.high > ours.low
+        return overlap and theirs.value != ours.value
 
     def _second(self, first: TrialResult) -> TrialResult | None:
         """The next candidate that is safer than ``first``, if there is time to confirm it too."""

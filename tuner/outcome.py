@@ -93,13 +93,13 @@ def unconfirmed(best: TrialResult, baseline: TrialResult, space: Space, slo: Slo
 
 
 def without_confirmation(
-    results: Sequence[TrialResult], best: TrialResult | None, space: Space, slo: Slo, ended: str
+    results: Sequence[TrialResult], baseline: TrialResult, space: Space, slo: Slo, ended: str
 ) -> Outcome:
-    """The outcome where there is nothing to confirm: ``best`` is None, or the baseline."""
+    """The outcome where no other config is worth a confirmation."""
     launched = [r for r in results if r.status in ("measured", "stopped", "failed")]
-    if best is not None:
+    if baseline.feasible:
         tried = len(launched) - 1
-        value = format_value(slo.objective.metric, best.value(slo.objective))
+        value = format_value(slo.objective.metric, baseline.value(slo.objective))
         return Outcome(
             "baseline",
             f"Nothing beats your config: {label(slo.objective.name)} {value}, and none of {tried} other "

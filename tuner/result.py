@@ -92,8 +92,12 @@ class TrialResult:
             (-v for name, v in self.violations.items() if name not in (SERVES, *COUNTS)), default=math.inf
         )
 
+    def reading(self, objective: Objective) -> Reading:
+        measured = self.measurement
+        return measured.reading(objective.metric, objective.cls) if measured else Reading(math.nan)
+
     def value(self, objective: Objective) -> float:
-        return self.measurement.value(objective.metric, objective.cls) if self.measurement else math.nan
+        return self.reading(objective).value
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON: NaN as null."""

@@ -28,10 +28,10 @@ def reason_to_stop(
     if incumbent is None or objective.metric in RATES:
         return ""
     low = short.reading(objective.metric, objective.cls).low
-    best = incumbent.value(objective.metric, objective.cls)
-    if not low > best * (1 + MARGIN):
+    best = incumbent.reading(objective.metric, objective.cls)
+    if not low > max(best.value * (1 + MARGIN), best.high):
         return ""
-    at_least, has = (format_value(objective.metric, value) for value in (low, best))
+    at_least, has = (format_value(objective.metric, value) for value in (low, best.value))
     return f"out of reach: {objective.name} is at least {at_least} (95 %), the best so far has {has}"
 
 

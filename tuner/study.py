@@ -179,17 +179,24 @@ class Study:
         self.enqueue(attributes["config"], attributes.get("origin", SAMPLER), attributes.get("deaths", 0) + 1)
 
     def best(self) -> TrialResult | None:
-        """The config to recommend, the first of :meth:`candidates`."""
-        return next(iter(self.candidates()), None)
+        """The best feasible config so far, which may be the baseline."""
+        baseline = self.baseline
+        first = next(iter(self.candidates()), None)
+        if baseline is None or not baseline.feasible:
+            return first
+        if first and self.objective.better(first.value(self.objective), baseline.value(self.objective)):
+            return first
+        return baseline
 
     def candidates(self) -> list[TrialResult]:
-        """Feasible configs in the order in which to confirm them.
+        """Feasible configs other than the baseline's, in the order in which to confirm them.
 
         Those that keep SLACK to every bound come first, for one measurement does not tell a bound that is
         just held from one that is just missed. Then the objective decides, and of those that tie with the
         best the one with fewest changes.
         """
-        feasible = [r for r in self.results if r.feasible and math.isfinite(r.value(self.objective))]
+        changed = (r for r in self.results if r.feasible and self.space.changes(r.config))
+        feasible = [r for r in changed if math.isfinite(r.value(self.objective))]
         sign = 1 if self.objective.direction == "minimize" else -1
         ordered = sorted(feasible, key=lambda r: (r.slack < SLACK, sign * r.value(self.objective)))
         if not ordered:

@@ -20,7 +20,7 @@ OFFERED_SHARE = 0.7
 """Of the capacity found. Above it queues grow without a bound at the least disturbance; far below nothing
 binds.
 """
-FIRST_BURST, MAX_BURST = 20, 5120
+FIRST_BURST, MAX_BURST = 40, 5120
 """Requests of the first and the largest closed loop."""
 
 RunLoad = Callable[[OpenTarget, Schedule], Records]

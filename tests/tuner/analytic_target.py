@@ -13,6 +13,8 @@ from loadgen.workload import PlannedRequest, Schedule
 from tuner.result import Measurement, Reading
 
 DEFAULTS = {"max_num_batched_tokens": 2048, "max_num_seqs": 128, "long_prefill_token_threshold": 0}
+CLOSED_GAP = 0.5
+"""Seconds after which a closed loop sends its next request."""
 IDLE = ClientStats("test", 1, cpu=0.1, wall=20.0, reads=100, lag_p50=1e-4, lag_p99=5e-4, lag_max=1e-3)
 
 
@@ -71,10 +73,11 @@ class AnalyticServer(OpenTarget):
 
     def run(self, schedule: Schedule, progress: Any = None, stop: Any = None) -> Records:
         self.target.run_fault(self.config)
-        duration = schedule.duration or 10.0
-        planned = schedule.requests if schedule.mode == "open" else schedule.requests[:40]
+        end = schedule.duration or math.inf
+        begins = [r.intended or CLOSED_GAP * k for k, r in enumerate(schedule.requests)]
+        due = [(r, begin) for r, begin in zip(schedule.requests, begins, strict=True) if begin <= end]
         factor = self.target.itl_factor(self.config, schedule.seed)
-        requests = tuple(self._served(request, duration, len(planned), factor) for request in planned)
+        requests = tuple(self._served(request, begin, factor) for request, begin in due)
         return Records(
             schedule_sha256=schedule.sha256,
             schedule=schedule.description,
@@ -82,7 +85,7 @@ class AnalyticServer(OpenTarget):
             concurrency=schedule.concurrency,
             planned=len(schedule.requests),
             requests=requests,
-            window=(0.0, duration),
+            window=(0.0, max(begin for _, begin in due)),
             client=IDLE,
             environment={"machine": "none"},
             start_unix_ms=0,
@@ -92,9 +95,8 @@ class AnalyticServer(OpenTarget):
             scrapes=((0, self.scrape()), (1000, self.scrape())),
         )
 
-    def _served(self, request: PlannedRequest, duration: float, count: int, factor: float) -> RequestRecord:
+    def _served(self, request: PlannedRequest, begin: float, factor: float) -> RequestRecord:
         """Every 20th token comes after a full step, the others after 30 ms."""
-        begin = request.intended or duration * request.index / count
         first = begin + ttft(self.config, len(request.prompt_token_ids or ()))
         gaps = [stall(self.config) * factor if k % 20 == 0 else 0.03 for k in range(1, request.max_tokens)]
         stamps = [first]
