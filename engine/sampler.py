@@ -138,7 +138,7 @@ def _mask_stops(logits: torch.Tensor, row: SampleRow) -> None:
 
 def _penalise_repetition(logits: torch.Tensor, row: SampleRow) -> None:
     """On prompt and output, multiplicative (arXiv:1909.05858)."""
-    seen = torch.tensor(sorted({*row.request.token_ids, *row.drafts}), dtype=torch.long)
+    seen = torch.tensor(list({*row.request.token_ids, *row.drafts}), dtype=torch.long)
     values, penalty = logits[seen], row.params.repetition_penalty
     logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
 

