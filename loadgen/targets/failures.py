@@ -19,7 +19,6 @@ class Failure:
 _SIGNS = [
     ("not_found", r"^cannot start .*"),
     ("port_taken", r"address already in use|Errno 98\b|Errno 48\b|port \d+ is (already )?(in use|taken)"),
-    ("disk_full", r"No space left on device|Disk quota exceeded"),
     (
         "kv_cache_too_small",
         r"No available memory for the cache blocks"
@@ -42,6 +41,7 @@ _SIGNS = [
         r"not a valid model identifier|Repository Not Found|does not appear to have a file named"
         r"|can't load the configuration|model .*(not found|does not exist|no such file)",
     ),
+    ("disk_full", r"No space left on device|Disk quota exceeded"),
 ]
 _PATTERNS = [(reason, re.compile(pattern, re.IGNORECASE)) for reason, pattern in _SIGNS]
 _BLANK = " \t│╭╮╰╯─"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from loadgen.targets import supervise
 
 log = logging.getLogger(__name__)
 
+_DISK_FULL = 4096
 _MARGIN = supervise.LEFTOVER_GRACE + supervise.KILL_PATIENCE + 3.0
 
 
@@ -94,7 +96,7 @@ class ServerProcess:
         return False
 
     def log_tail(self, lines: int = 30) -> str:
-        """The last lines of the log, as text; at most 64 KiB are read."""
+        """The last lines of the log, as text; at most 64 KiB are read. Says so if its disk is full."""
         try:
             with open(self.log_path, "rb") as file:
                 file.seek(0, os.SEEK_END)
@@ -102,4 +104,7 @@ class ServerProcess:
                 text = file.read().decode(errors="replace")
         except OSError as error:
             return f"(the log {self.log_path} cannot be read: {error.strerror})"
-        return "\n".join(text.splitlines()[-lines:])
+        tail = text.splitlines()[-lines:]
+        if shutil.disk_usage(self.log_path.parent).free < _DISK_FULL:
+            tail.append(f"({self.log_path.parent}: No space left on device: the log is incomplete)")
+        return "\n".join(tail)

@@ -28,9 +28,9 @@ from collections.abc import Callable, Sequence
 import psutil
 
 CANNOT_START = 127
-ORPHAN_GRACE = 3.0
+ORPHAN_GRACE = 2.0
 """The grace, at most, when nobody waits for the end any more."""
-LEFTOVER_GRACE = 2.0
+LEFTOVER_GRACE = 1.0
 """Seconds that the processes a server left behind have between SIGTERM and SIGKILL."""
 KILL_PATIENCE = 10.0
 """Seconds to wait for killed processes to disappear; one that sits in a driver call may not."""

@@ -239,11 +239,13 @@ def test_a_full_disk_costs_the_log_and_not_the_server(tmp_path: Path) -> None:
     assert os.path.getsize(tmp_path / "log") == 4096
 
 
-def test_the_tail_of_a_log(tmp_path: Path) -> None:
+def test_the_tail_of_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"\n".join(b"line %d \xff" % number for number in range(20_000)))
     process = start(log, sys.executable, "-c", "")
     process.stop()
     assert process.log_tail(2) == "line 19998 \ufffd\nline 19999 \ufffd"
+    monkeypatch.setattr("loadgen.targets.process._DISK_FULL", 1 << 62)
+    assert "No space left on device" in process.log_tail(2)
     log.unlink()
     assert "cannot be read" in process.log_tail()
