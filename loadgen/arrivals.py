@@ -199,12 +199,11 @@ class ClosedLoop(Arrival):
     def times(
         self, rng: np.random.Generator, *, num_requests: int | None = None, duration: float | None = None
     ) -> Times:
-        _check_extent(num_requests, duration)
         if num_requests is None:
-            # How many a duration consumes depends on the server; two a second and slot is generous
-            # for an LLM. A run that uses them up ends early and says so.
-            assert duration is not None
-            num_requests = max(2 * self.concurrency, math.ceil(2 * duration * self.concurrency))
+            raise ArrivalError(
+                "a closed loop has no rate: give a number of requests, the duration may end it"
+            )
+        _check_extent(num_requests, duration)
         return np.zeros(num_requests, dtype=np.float64)
 
     @property

@@ -22,6 +22,10 @@ REFERENCE_CONTEXT = 32768
 """The context for which the presets' prompt lengths are written; shorter contexts scale them down."""
 DEFAULT_VOCAB_SIZE = 32000
 """For a server whose vocabulary is unknown: every common model has at least this many ids."""
+_FASTEST_STREAM = 500
+"""Output tokens a second that no single stream of today's servers exceeds."""
+_MOST_PROMPT_TOKENS = 2_000_000
+"""In one schedule whose length nobody asked for: some 75 MB."""
 _DECK = 20
 _MIN_PROMPT = 16
 
@@ -162,6 +166,8 @@ class Workload:
         seed gives the same prompts at another rate. Raises ArrivalError, WorkloadError.
         """
         times_rng, mix_rng, length_rng, prompt_rng = np.random.default_rng(seed).spawn(4)
+        if num_requests is None and duration is not None and arrival.concurrency is not None:
+            num_requests = self._enough(arrival.concurrency, duration)
         times = arrival.times(times_rng, num_requests=num_requests, duration=duration)
         if len(times) == 0:
             raise WorkloadError(
@@ -191,6 +197,19 @@ class Workload:
             + f"; seed {seed}",
             seed=seed,
         )
+
+    def _enough(self, concurrency: int, duration: float) -> int:
+        """Requests that a closed loop cannot use up in ``duration`` s, within reason.
+
+        A run that uses them up all the same ends early and says so.
+        """
+        total = sum(cls.weight for cls in self.classes)
+        output, prompt = (
+            sum(cls.weight * getattr(cls, name).mean for cls in self.classes) / total
+            for name in ("output", "prompt")
+        )
+        slot = max(1.0, duration * _FASTEST_STREAM / output)
+        return math.ceil(min(concurrency * slot, max(2.0 * concurrency, _MOST_PROMPT_TOKENS / prompt)))
 
 
 class PromptSource:

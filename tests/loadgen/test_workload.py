@@ -148,6 +148,14 @@ def test_modes() -> None:
     assert "semi-open" in capped.description
 
 
+def test_a_timed_closed_loop_has_requests_enough_but_not_without_end() -> None:
+    small = preset("random", max_model_len=4096, input_len=16, output_len=50)
+    assert len(small.schedule(seed=0, arrival=ClosedLoop(4), duration=2.0).requests) == 4 * 2 * 10
+    assert len(small.schedule(seed=0, arrival=ClosedLoop(4), duration=0.01).requests) == 4
+    large = preset("random", max_model_len=131072, input_len=100_000, output_len=100)
+    assert len(large.schedule(seed=0, arrival=ClosedLoop(4), duration=60.0).requests) == 20
+
+
 def test_priorities_are_sent_only_on_request() -> None:
     load = preset("mixed", max_model_len=8192)
     plain = load.schedule(seed=0, arrival=Poisson(1.0), num_requests=40)
