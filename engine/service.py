@@ -11,6 +11,7 @@ import contextlib
 import copy
 import gc
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Iterator
@@ -36,6 +37,9 @@ DEAD_SECONDS = 5.0
 """How long the server answers 503 after its engine has died."""
 GRACE_SECONDS = 3
 """How long a stopping server waits for connections that do not read what they are sent."""
+BACKLOG = 2048
+MAX_OPEN_FILES = 65_535
+"""Where the system lets us; every connection is one, and the usual soft limit is 1,024."""
 KEEP_ALIVE_SECONDS = 65
 """Longer than the idle time after which common clients and proxies drop a connection themselves."""
 
@@ -44,6 +48,7 @@ def run_service(
     process: EngineProcess, paths: ModelPaths, listener: socket.socket, options: ServerOptions
 ) -> int:
     """Returns the exit code. Raises ModelError, EngineStartError, or OSError when it cannot listen."""
+    _raise_open_files_limit()
     model = load_model_config(paths.model, paths.load_format)
     tokenizer = Tokenizer.load(paths.tokenizer)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -76,6 +81,8 @@ async def _serve(
     frontend: Frontend, server: _HttpServer, listener: socket.socket, stop: asyncio.Future[int]
 ) -> int:
     """From the first connection to the end of the last."""
+    # Here, for uvloop says nothing when another server that was bound to the same port is listening already.
+    listener.listen(BACKLOG)
     engine_task = asyncio.create_task(frontend.run())
     http_task = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
@@ -113,6 +120,14 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _raise_open_files_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):  # macOS has a lower limit than it tells
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _log_config() -> dict[str, Any]:

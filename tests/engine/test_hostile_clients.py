@@ -1,4 +1,4 @@
-"""What a server must survive: broken requests, hang-ups at every stage, a tokenizer that is not the model's."""
+"""What a server must survive: broken requests, hang-ups at every stage, a tokenizer of another model."""
 
 from __future__ import annotations
 

@@ -134,6 +134,30 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(model: Path) -> Non
     assert "EngineCore" not in message
 
 
+def test_of_two_servers_started_at_once_on_a_port_one_is_refused(model: Path, tmp_path: Path) -> None:
+    """Both can bind it, as neither listens before its model is loaded."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+    command = [VTUNE, "serve", str(model), "--load-format", "dummy", "--device-memory", "256MiB"]
+    command += ["--port", str(port)]
+    logs = [tmp_path / "first", tmp_path / "second"]
+    servers = []
+    for log in logs:
+        with log.open("wb") as stream:
+            servers.append(subprocess.Popen(command, stderr=stream, stdin=subprocess.DEVNULL))
+    try:
+        wait_until(lambda: any(server.poll() is not None for server in servers), "one is refused")
+        loser = 0 if servers[0].poll() is not None else 1
+        assert servers[loser].returncode == 2
+        assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in logs[loser].read_text()
+        wait_until(lambda: "Starting vtune server" in logs[1 - loser].read_text(), "the other one serves")
+        assert httpx.get(f"http://127.0.0.1:{port}/health").status_code == 200
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait(30)
+
+
 def test_wrong_flags_and_models(model: Path, tmp_path: Path) -> None:
     assert "'maybe' is not one of" in refused(str(model), "--dtype", "maybe")
     assert "did you mean --max-num-seqs?" in refused(str(model), "--max-num-sequences", "4")
