@@ -270,7 +270,7 @@ def test_the_rate_is_70_percent_of_the_capacity_found(make):
 
 
 def test_the_throughput_preset_is_measured_in_a_closed_loop(make):
-    optimizer = make(AnalyticTarget(), slo="throughput", rate=None, trials=2)
+    optimizer = make(AnalyticTarget(), slo="throughput", rate=None, trials=2, run_seconds=10.0)
     optimizer.run()
     assert optimizer.survey.rate is None
     assert optimizer.load.arrival.description.startswith("closed loop")

@@ -1,0 +1,53 @@
+import math
+
+import pytest
+from analytic_target import AnalyticServer, AnalyticTarget
+
+from loadgen.workload import preset
+from tuner.survey import FIRST_BURST, Survey, find_capacity, prefill_speed
+
+MIXED = preset("mixed", max_model_len=8192)
+
+
+def server(**target):
+    return AnalyticServer(
+        AnalyticTarget(**target), {"max_num_batched_tokens": 2048, "long_prefill_token_threshold": 0}
+    )
+
+
+def run(opened, schedule):
+    return opened.run(schedule)
+
+
+def test_loops_grow_until_one_is_long_enough():
+    found = find_capacity(server(), MIXED, 0, seconds=45.0, run=run, max_seqs=64)
+    assert [count for count, _, _ in found] == [FIRST_BURST, 2 * FIRST_BURST]
+    assert [concurrency for _, concurrency, _ in found] == [FIRST_BURST, 64]
+    assert all(rate == pytest.approx(2.0, rel=0.5) for _, _, rate in found), "it serves a request every 0.5 s"
+
+
+def test_a_server_that_fails_everything_has_no_capacity():
+    ((_, _, rate),) = find_capacity(server(failing=lambda c: True), MIXED, 0, 30.0, run, 64)
+    assert math.isnan(rate)
+
+
+def test_prefill_speed_of_a_lone_prompt():
+    assert prefill_speed(server(), MIXED, 1024, 0, run) == pytest.approx(1024 / (0.025 + 0.0006 * 2000))
+    assert math.isnan(prefill_speed(server(failing=lambda c: True), MIXED, 1024, 0, run))
+
+
+def test_a_survey_survives_the_storage():
+    survey = Survey(8192, math.nan, 1000.0, ((40, 40, 1.25),), rate=0.875)
+    again = Survey.from_json(survey.to_json())
+    assert math.isnan(again.start_seconds)
+    assert again.capacity == survey.capacity
+    assert again.rate == survey.rate
+
+
+def test_a_survey_says_what_it_found():
+    open_loop = Survey(8192, 1.0, 1000.0, ((40, 40, 1.25),), rate=0.875)
+    assert open_loop.describe() == (
+        "capacity 1.25 req/s (40 requests in a closed loop of 40); offered: 0.88 req/s (70%)"
+    )
+    closed = Survey(8192, 1.0, 1000.0, ((40, 16, 1.25),), concurrency=16)
+    assert closed.describe().endswith("measured in a closed loop of 16")
