@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,12 @@ from typing import Any
 import optuna
 from rich.console import Console
 
+from loadgen.arrivals import ArrivalError
 from loadgen.flags import FlagError, ServerCommand, parse_command
 from loadgen.target import Target
 from loadgen.targets.server import ServerTarget
 from loadgen.workload import PRESETS as WORKLOADS
+from loadgen.workload import WorkloadError
 from tuner.display import make_observer
 from tuner.interrupts import Interrupts
 from tuner.job import DEFAULT_BUDGET, Job, JobError
@@ -29,7 +31,7 @@ from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
 from tuner.report import Facts, write_report
 from tuner.slo import SloError, parse_slo
-from tuner.space import Config, SpaceError, build_space, effective
+from tuner.space import SPECULATION, Config, SpaceError, build_space, effective
 from tuner.study import StudyError, open_storage, open_study
 from tuner.trial import Bench, SetupFailed
 
@@ -40,6 +42,19 @@ OURS = ("port", "host", "uds")
 
 class UsageError(Exception):
     """Something the user wrote; the message says what, and what to write instead."""
+
+
+_EXPECTED = (
+    UsageError,
+    SloError,
+    SpaceError,
+    JobError,
+    StudyError,
+    FlagError,
+    SetupFailed,
+    WorkloadError,
+    ArrivalError,
+)
 
 
 @dataclass(frozen=True)
@@ -73,8 +88,12 @@ def run(options: Options) -> int:
     console = Console(stderr=True)
     try:
         return _run(options, console)
-    except (UsageError, SloError, SpaceError, JobError, StudyError, FlagError, SetupFailed) as error:
+    except _EXPECTED as error:
         console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    except (OSError, optuna.exceptions.StorageInternalError) as error:
+        cause = f"{error} (caused by {error.__cause__})" if error.__cause__ else error
+        console.print(f"error: cannot write: {cause}", markup=False, highlight=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -141,12 +160,20 @@ def new_job(options: Options) -> Job:
         seed=options.seed or 0,
     )
     _check_target(job)
+    _check_flags(job)
+    build_space(effective(job.flags, job.server), 1 << 15, fix=job.fix, vary=job.vary)
+    return job
+
+
+def _check_flags(job: Job) -> None:
+    """Raises UsageError for a baseline that the space cannot be built around."""
+    speculation = job.flags.get(SPECULATION)
+    if speculation is not None and not isinstance(speculation, Mapping):
+        raise UsageError(f"--flags: {SPECULATION} is {speculation!r}, but must be a JSON object.")
     baseline = effective(job.flags, job.server)
     for flag in ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization"):
         if not isinstance(baseline[flag], int | float):
             raise UsageError(f"--flags: {flag} is {baseline[flag]!r}, but must be a number to be tuned.")
-    build_space(baseline, 1 << 15, fix=job.fix, vary=job.vary)
-    return job
 
 
 def resumed_job(record: optuna.Study, options: Options) -> Job:

@@ -31,6 +31,7 @@ def back(monkeypatch, tmp_path):
         (["--flags", "vllm serve M --max-num-seqs lots"], "must be a whole number"),
         (["--flags", "vllm serve 'M"], "quotes do not match"),
         (["--flags", "--max-num-batched-tokens auto"], "must be a number to be tuned"),
+        (["--flags", "--speculative-config ngram"], "must be a JSON object"),
         (["--workload", "nonsense"], "Known: chat"),
         (["--rate", "1", "--concurrency", "2"], "either open or closed"),
         (["--slo", "throughput", "--rate", "1"], "measured at saturation"),

@@ -205,3 +205,17 @@ def test_a_server_with_a_fault_ends_in_no_feasible_config(run, tmp_path, fault, 
     assert all(r["status"] == "failed" and reason in r["reason"] for r in failed), failed[0]["reason"]
     assert fault == "error-in-stream" or all(r["log_tail"] for r in failed)
     assert_no_server_is_left(tmp_path)
+
+
+def test_records_that_cannot_be_written(run, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "trials").write_text("in the way")
+    ran = run()
+    assert ran.returncode == 2
+    assert "error: cannot write" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert_no_server_is_left(tmp_path)
+    (tmp_path / "out" / "trials").unlink()
+    resumed = run("resume", "--trials", "1")
+    assert resumed.returncode == 0, resumed.stderr
+    assert [r["status"] for r in launched(tmp_path)].count("measured") >= 1
