@@ -36,6 +36,12 @@ def optimize(
     workload: Annotated[
         str | None, typer.Option(help="chat, rag, batch, mixed, random or shared-prefix. [mixed]")
     ] = None,
+    scale: Annotated[
+        float | None,
+        typer.Option(
+            help="Factor on prompt lengths. [so that the longest fits the context and prefills in 1 s]"
+        ),
+    ] = None,
     rate: Annotated[
         float | None,
         typer.Option(min=0.001, help="Offered requests/s (Poisson). [70 % of the capacity, found first]"),
@@ -114,6 +120,7 @@ def optimize(
         target=target,
         flags=flags,
         workload=workload,
+        scale=scale,
         rate=rate,
         concurrency=concurrency,
         budget=times["--budget"],

@@ -66,6 +66,7 @@ class Options:
     target: str | None = None
     flags: str | None = None
     workload: str | None = None
+    scale: float | None = None
     rate: float | None = None
     concurrency: int | None = None
     budget: float | None = None
@@ -149,6 +150,7 @@ def new_job(options: Options) -> Job:
         model=options.model or command.model or "bundled",
         flags={name: value for name, value in command.flags.items() if name not in OURS},
         workload=workload,
+        scale=options.scale,
         rate=options.rate,
         concurrency=options.concurrency,
         budget=options.budget or (None if options.trials else DEFAULT_BUDGET),

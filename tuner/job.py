@@ -26,6 +26,8 @@ class Job:
     flags: Mapping[str, Any] = field(default_factory=dict)
     """The user's current flags, as given: the baseline."""
     workload: str = "mixed"
+    scale: float | None = None
+    """Factor on the workload's prompt lengths; None: by context and device."""
     rate: float | None = None
     concurrency: int | None = None
     budget: float | None = DEFAULT_BUDGET

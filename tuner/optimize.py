@@ -25,7 +25,7 @@ from tuner.slo import Slo, parse_slo
 from tuner.space import Config, build_space, effective
 from tuner.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
 from tuner.study import BASELINE, SLACK, Proposal, Study, describe_changes
-from tuner.survey import OFFERED_SHARE, Survey, find_capacity, prefill_speed
+from tuner.survey import OFFERED_SHARE, Survey, find_capacity, fitting_scale, prefill_speed
 from tuner.trial import Attempt, Bench, Criteria, ServerFailed, SetupFailed
 
 FALLBACK_CONTEXT = 4096
@@ -128,19 +128,30 @@ class Optimizer:
             prefill_speed=math.nan,
             rate=self.job.rate,
             concurrency=self.job.concurrency,
+            scale=self.job.scale,
         )
 
     def _surveyed(self, server: OpenTarget) -> Survey:
         """Ask and time the server. Raises RunFailed, Stuck, KeyboardInterrupt."""
         context = server.max_model_len or self._blind_survey().max_model_len
-        workload = self._workload(context)
+        workload = self._workload(context, self.job.scale)
         seqs = effective(self.job.flags, self.job.server)["max_num_seqs"]
         self.observer.step("timing a lone prefill")
         speed = prefill_speed(
             server, workload, min(PROBE_TOKENS, context // 2), self.job.seed, self.bench.run
         )
+        scale = self.job.scale or fitting_scale(self.job.workload, context, speed)
+        workload = self._workload(context, scale)
         survey = Survey(
-            context, server.start_seconds, speed, rate=self.job.rate, concurrency=self.job.concurrency
+            context,
+            server.start_seconds,
+            speed,
+            rate=self.job.rate,
+            concurrency=self.job.concurrency,
+            scale=scale,
+        )
+        self.observer.note(
+            f"a lone prompt is prefilled at {speed:.0f} tokens/s; load: {workload.description}"
         )
         if survey.rate is None and survey.concurrency is None:
             seconds = CAPACITY_SHARE * self.job.run_seconds
@@ -155,8 +166,10 @@ class Optimizer:
             self.observer.note(survey.describe())
         return survey
 
-    def _workload(self, max_model_len: int) -> Workload:
-        return preset(self.job.workload, max_model_len=max_model_len, vocab_size=DEFAULT_VOCAB_SIZE)
+    def _workload(self, max_model_len: int, scale: float | None) -> Workload:
+        return preset(
+            self.job.workload, max_model_len=max_model_len, vocab_size=DEFAULT_VOCAB_SIZE, scale=scale
+        )
 
     def _load(self, server: OpenTarget) -> Load:
         """The load of every trial; found out on the first server that comes up."""
@@ -167,7 +180,7 @@ class Optimizer:
 
     @property
     def load(self) -> Load:
-        workload = self._workload(self.survey.max_model_len)
+        workload = self._workload(self.survey.max_model_len, self.survey.scale)
         return Load(workload, self.job.seed, self.job.run_seconds, self.survey.rate, self.survey.concurrency)
 
     def _make_plan(self) -> None:

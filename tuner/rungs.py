@@ -9,6 +9,8 @@ that like is compared with like. Rates are not judged early: a short load consis
 
 from __future__ import annotations
 
+import math
+
 from tuner.result import Measurement
 from tuner.slo import COUNTS, RATES, Bound, Objective, format_value
 
@@ -29,8 +31,8 @@ def reason_to_stop(
         return ""
     low = short.reading(objective.metric, objective.cls).low
     best = incumbent.reading(objective.metric, objective.cls)
-    if not low > max(best.value * (1 + MARGIN), best.high):
-        return ""
+    if math.isnan(best.high) or not low > max(best.value * (1 + MARGIN), best.high):
+        return ""  # a best without an upper end of its interval may be worse than it looks
     at_least, has = (format_value(objective.metric, value) for value in (low, best.value))
     return f"out of reach: {objective.name} is at least {at_least} (95 %), the best so far has {has}"
 

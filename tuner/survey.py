@@ -12,13 +12,17 @@ from typing import Any, Self
 
 from loadgen.record import Records
 from loadgen.target import OpenTarget
-from loadgen.workload import Schedule, Workload
+from loadgen.workload import REFERENCE_CONTEXT, Schedule, Workload, preset
 from tuner.load import capacity_schedule, prefill_schedule
 from tuner.result import without_nan
 
 OFFERED_SHARE = 0.7
 """Of the capacity found. Above it queues grow without a bound at the least disturbance; far below nothing
 binds.
+"""
+LONGEST_PREFILL = 1.0
+"""Seconds that the longest prompt of a workload may take to prefill: on a slow device prompts are scaled down
+to it, so that a run holds enough requests to say something.
 """
 FIRST_BURST, MAX_BURST = 40, 5120
 """Requests of the first and the largest closed loop."""
@@ -39,6 +43,8 @@ class Survey:
     """(requests, concurrency, requests/s) of the closed loops that were run to find the capacity."""
     rate: float | None = None
     concurrency: int | None = None
+    scale: float | None = None
+    """Factor on the workload's prompt lengths; None: the context's."""
 
     def describe(self) -> str:
         count, concurrency, rate = self.capacity[-1]
@@ -78,6 +84,16 @@ def find_capacity(
         if took >= seconds or not served or 2 * count > MAX_BURST:
             return tuple(found)
         count *= 2
+
+
+def fitting_scale(name: str, max_model_len: int, speed: float) -> float:
+    """The factor on prompt lengths at which the workload's longest prompt fits the context, and takes no
+    longer than LONGEST_PREFILL at ``speed`` prompt tokens/s (NaN: unknown, and no bound).
+    """
+    by_context = min(1.0, max_model_len / REFERENCE_CONTEXT)
+    longest = max(cls.prompt.high for cls in preset(name, max_model_len=max_model_len).classes)
+    seconds = longest / speed
+    return by_context * LONGEST_PREFILL / seconds if seconds > LONGEST_PREFILL else by_context
 
 
 def prefill_speed(server: OpenTarget, workload: Workload, tokens: int, seed: int, run: RunLoad) -> float:

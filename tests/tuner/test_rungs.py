@@ -50,3 +50,9 @@ def test_out_of_reach_of_the_incumbent_needs_an_interval_and_a_margin(low, stops
     assert (
         not stops or reason == "out of reach: itl_p99 is at least 140 ms (95 %), the best so far has 100 ms"
     )
+
+
+def test_an_incumbent_that_may_be_worse_than_it_looks_stops_nothing():
+    measured = short(itl_p99=(0.2, 1000, 0.14, 0.3))
+    assert reason_to_stop(measured, (), ITL, short(itl_p99=(0.1, 1000, 0.09, math.nan))) == ""
+    assert reason_to_stop(measured, (), ITL, short(itl_p99=(0.1, 1000, 0.09, 0.15))) == ""

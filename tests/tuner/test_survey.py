@@ -4,7 +4,7 @@ import pytest
 from analytic_target import AnalyticServer, AnalyticTarget
 
 from loadgen.workload import preset
-from tuner.survey import FIRST_BURST, Survey, find_capacity, prefill_speed
+from tuner.survey import FIRST_BURST, Survey, find_capacity, fitting_scale, prefill_speed
 
 MIXED = preset("mixed", max_model_len=8192)
 
@@ -51,3 +51,13 @@ def test_a_survey_says_what_it_found():
     )
     closed = Survey(8192, 1.0, 1000.0, ((40, 16, 1.25),), concurrency=16)
     assert closed.describe().endswith("measured in a closed loop of 16")
+
+
+@pytest.mark.parametrize(
+    ("speed", "longest"),
+    [(1000.0, 1000), (50_000.0, 6000), (math.nan, 6000)],
+    ids=["slow", "fast", "unknown"],
+)
+def test_prompts_are_scaled_to_the_context_and_to_a_slow_device(speed, longest):
+    scaled = preset("mixed", max_model_len=8192, scale=fitting_scale("mixed", 8192, speed))
+    assert max(cls.prompt.high for cls in scaled.classes) == pytest.approx(longest, rel=0.01)
