@@ -336,7 +336,7 @@ def preset(
     factor = min(1.0, max_model_len / REFERENCE_CONTEXT) if scale is None else scale
     if not factor > 0:
         raise WorkloadError(f"scale {factor}: it must be positive")
-    note = f"prompts scaled x{factor:g} to a context of {max_model_len}"
+    note = f"prompts scaled x{factor:.3g} (context {max_model_len})"
     if name == "random":
         classes: tuple[RequestClass, ...] = (
             RequestClass("random", 1, Length(input_len or 256), Length(output_len or 64)),
