@@ -179,9 +179,7 @@ def _check_flags(job: Job) -> None:
 
 
 def resumed_job(record: optuna.Study, options: Options) -> Job:
-    """The study's own job; only budget and number of trials may be given anew. Raises UsageError,
-    JobError.
-    """
+    """The study's own job; only budget and trials may be given anew. Raises UsageError, JobError."""
     saved = record.user_attrs.get("job")
     if saved is None:
         raise UsageError(

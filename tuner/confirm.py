@@ -1,6 +1,4 @@
-"""The confirmation: the best config against the baseline on seeds that no trial has seen, in interleaved
-pairs.
-"""
+"""The confirmation: the best config against the baseline, in interleaved pairs on seeds that are new to both."""
 
 from __future__ import annotations
 
@@ -85,8 +83,9 @@ def record_directory(trial: int, side: str) -> Path:
 def assess(
     comparison: Comparison, slo: Slo, seconds: Mapping[int, float], trial: int, baseline_feasible: bool
 ) -> Confirmation:
-    """Judge the pairs of a comparison (A: baseline, B: trial ``trial``) by the SLO. ``seconds``: of each
-    seed's load.
+    """Judge the pairs of a comparison (A: baseline, B: trial ``trial``) by the SLO.
+
+    ``seconds``: the length of each seed's load.
 
     Where the baseline itself misses the SLO, holding it is what counts, and no gain is asked of the
     objective.

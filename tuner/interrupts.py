@@ -1,6 +1,4 @@
-"""Ctrl-C while servers run: once ends the work cleanly, twice ends it at once, and neither leaves a
-server.
-"""
+"""Ctrl-C while servers run: once ends the work cleanly, twice at once, and neither leaves a server."""
 
 from __future__ import annotations
 

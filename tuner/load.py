@@ -8,15 +8,11 @@ from loadgen.arrivals import Arrival, ClosedLoop, Poisson
 from loadgen.workload import Length, RequestClass, Schedule, Workload, schedule_hash
 
 DECK = 20
-"""Workloads deal their classes from decks of so many requests: whole decks hold every class in its exact
-share.
-"""
+"""Workloads deal their classes from decks of so many: whole decks hold every class in its exact share."""
 SHORT_SHARE = 0.4
 """Of a run's requests, how many belong to the short rung."""
 WARMUP = 2
-"""Requests before a load, of the workload's first classes: a server's first steps are slow, and never
-measured.
-"""
+"""Requests before a load, of the workload's first classes: a server's first steps are slow."""
 _SEEDS = 10_000
 _CONFIRM, _PROBE, _CAPACITY = 1_000, 2_000, 3_000
 
@@ -87,9 +83,7 @@ def span(schedule: Schedule) -> float:
 
 
 def _cut(schedule: Schedule, count: int) -> tuple[Schedule, Schedule]:
-    """The first ``count`` requests, and the others as a load of their own that begins with its first
-    request.
-    """
+    """The first ``count`` requests, and the others as a load that begins with its first request."""
     begin = schedule.requests[count].intended
     late = tuple(replace(r, intended=r.intended - begin) for r in schedule.requests[count:])
     parts = ((schedule.requests[:count], schedule.warmup), (late, ()))

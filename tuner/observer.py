@@ -1,6 +1,4 @@
-"""What a study tells whoever watches it. The base class watches nothing; see ``display`` for those that
-show.
-"""
+"""What a study tells whoever watches it. The base class shows nothing; see ``display``."""
 
 from __future__ import annotations
 

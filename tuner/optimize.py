@@ -1,6 +1,4 @@
-"""The whole job: baseline, budget plan, search, confirmation. Everything it learns goes into the study at
-once.
-"""
+"""The whole job: baseline, budget plan, search, confirmation. What it learns goes into the study at once."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ CAPACITY_SHARE = 0.5
 
 @dataclass
 class Optimizer:
-    """Runs one job against ``bench``; what has been done already is read from ``record``, and not done
-    again.
-    """
+    """Runs one job against ``bench``; what ``record`` holds already is not done again."""
 
     job: Job
     bench: Bench

@@ -45,9 +45,7 @@ def label(metric: str) -> str:
 
 
 def better(best: TrialResult, space: Space, slo: Slo, confirmation: Confirmation, ended: str) -> Outcome:
-    """``max_num_seqs 16 -> 12: ITL P99 412 ms -> 138 ms (-66 %, …), throughput -3 %, confirmed on fresh
-    runs``.
-    """
+    """``max_num_seqs 16 -> 12: ITL P99 412 ms -> 138 ms (-66 %, …), …, confirmed on fresh runs``."""
     main = confirmation.change(slo.objective.name)
     shown = [name for name in ("throughput", "ttft_p95", "itl_p99") if name != main.metric]
     rest = ", ".join(_aside(confirmation.change(name)) for name in shown[:2])

@@ -127,9 +127,7 @@ def environment() -> dict[str, str]:
 
 
 def write_report(facts: Facts) -> list[Path]:
-    """``report.json``, ``report.md`` and ``report.html`` in the output directory, each whole or not at
-    all.
-    """
+    """``report.json``, ``.md`` and ``.html`` in the output directory, each whole or not at all."""
     data = facts.to_json()
     texts = {
         "report.json": json.dumps(data, indent=2) + "\n",

@@ -85,9 +85,7 @@ class TrialResult:
 
     @property
     def slack(self) -> float:
-        """Relative distance to the nearest bound; negative where one is missed. Bounds of 0 have no
-        distance.
-        """
+        """Relative distance to the nearest bound that is not 0; negative where one is missed."""
         return min(
             (-v for name, v in self.violations.items() if name not in (SERVES, *COUNTS)), default=math.inf
         )

@@ -1,5 +1,4 @@
-"""When a short measurement is enough: it proves that a bound is missed, or that the incumbent is out of
-reach.
+"""When a short measurement is enough: it proves a bound missed, or the incumbent out of reach.
 
 A trial is measured in two rungs, a short load and a longer one, on the same schedules for every config. After
 the short rung a trial ends if a 95 % interval lies wholly on the wrong side of a bound, or of the incumbent
@@ -21,8 +20,9 @@ MARGIN = 0.15
 def reason_to_stop(
     short: Measurement, bounds: tuple[Bound, ...], objective: Objective, incumbent: Measurement | None
 ) -> str:
-    """Why the longer rung is not worth its time; "" when it is. ``incumbent``: the best config's short
-    rung.
+    """Why the longer rung is not worth its time; "" when it is.
+
+    ``incumbent``: the best config's short rung.
     """
     for bound in bounds:
         if proof := _missed(short, bound):

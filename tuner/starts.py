@@ -50,8 +50,9 @@ STARTS: Mapping[str, tuple[Start, ...]] = {
 def starting_points(
     slo: Slo, baseline: Config, prefill_speed: float, concurrency: float
 ) -> Iterator[tuple[dict[str, int | float], str]]:
-    """(flags to change, why) in the order to try them. ``concurrency``: requests in service at the
-    baseline.
+    """(flags to change, why), in the order to try them.
+
+    ``concurrency``: requests in service at the baseline.
     """
     family = slo.objective.metric.partition("_")[0]
     if family == "goodput":

@@ -17,9 +17,7 @@ from tuner.load import capacity_schedule, prefill_schedule
 from tuner.result import without_nan
 
 OFFERED_SHARE = 0.7
-"""Of the capacity found. Above it queues grow without a bound at the least disturbance; far below nothing
-binds.
-"""
+"""Of the capacity found. Above it queues grow at the least disturbance; far below it nothing binds."""
 LONGEST_PREFILL = 1.0
 """Seconds that the longest prompt of a workload may take to prefill: on a slow device prompts are scaled down
 to it, so that a run holds enough requests to say something.

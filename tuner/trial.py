@@ -71,9 +71,7 @@ class Bench:
     """Where records are written."""
 
     def run(self, server: OpenTarget, schedule: Schedule) -> Records:
-        """One load. Raises RunFailed, KeyboardInterrupt, and Stuck when it takes far longer than it
-        should.
-        """
+        """One load. Raises RunFailed, KeyboardInterrupt, and Stuck when it takes far too long."""
         limit = PATIENCE_SECONDS + PATIENCE_FACTOR * span(schedule)
         with self.interrupts.load() as stop:
             late = threading.Timer(limit, stop.set)
