@@ -1,4 +1,4 @@
-"""The confirmation: the best config against the baseline, in interleaved pairs on seeds that are new to both."""
+"""The confirmation: the best config against the baseline, in interleaved pairs on seeds new to both."""
 
 from __future__ import annotations
 
