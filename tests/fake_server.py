@@ -39,6 +39,7 @@ error-in-stream     completions break off with an in-band error
 die-mid-run[:N]     out of memory when the Nth completion (8) arrives
 killed-mid-run[:N]  SIGKILL when the Nth completion (8) arrives
 hang-mid-run[:N]    no token from the Nth completion (8) on
+ill-mid-run[:N]     HTTP 500 for the Nth completion (8) and all later ones, and 503 for /health
 ignore-term         ignores SIGTERM
 orphan              leaves a child in a session of its own that ignores SIGTERM
 no-metrics          /metrics answers 404
@@ -208,6 +209,7 @@ class Server:
     def __init__(self, engine: Engine, flags: argparse.Namespace) -> None:
         self.engine, self.flags = engine, flags
         self.completions = 0
+        self.ill = "unhealthy" in flags.fault
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -223,7 +225,7 @@ class Server:
 
     async def answer(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
         if path == "/health":
-            self.reply(writer, 503 if "unhealthy" in self.flags.fault else 200, "")
+            self.reply(writer, 503 if self.ill else 200, "")
         elif path == "/metrics" and "no-metrics" not in self.flags.fault:
             self.reply(writer, 200, self.engine.metrics())
         elif path == "/v1/models":
@@ -238,7 +240,7 @@ class Server:
     async def complete(self, body: dict[str, Any], chat: bool, writer: asyncio.StreamWriter) -> None:
         self.completions += 1
         self.misbehave()
-        if "error-500" in self.flags.fault:
+        if self.ill or "error-500" in self.flags.fault:
             self.reply(writer, 500, json.dumps({"error": {"message": "engine error", "code": 500}}))
             return
         prompt = body.get("prompt") or " ".join(str(m["content"]) for m in body.get("messages", []))
@@ -301,7 +303,10 @@ class Server:
             elif name == "die-mid-run":
                 print(OUT_OF_MEMORY, flush=True)
                 os._exit(1)
-            self.engine.hung = True
+            elif name == "ill-mid-run":
+                self.ill = True
+            else:
+                self.engine.hung = True
 
     @staticmethod
     def event(writer: asyncio.StreamWriter, data: str) -> None:

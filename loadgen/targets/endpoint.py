@@ -64,11 +64,20 @@ class OpenServer(OpenTarget):
                 raise RunFailed(reason, str(error), self.log_tail(), self.log_path) from None
         records = replace(records, scrapes=tuple(watch.scrapes))
         try:
-            self.raise_if_ended(RunFailed, 0 if self._healthy() else _EXIT_SECONDS)
+            self._check_after_load()
         except RunFailed as failure:
             failure.records = records
             raise
         return records
+
+    def _check_after_load(self) -> None:
+        """A server that is too busy to answer is let off; one that is gone or says it is ill is not."""
+        self.raise_if_ended(RunFailed)
+        problem, answered = self._health()
+        if problem:
+            self.raise_if_ended(RunFailed, _EXIT_SECONDS)
+            if answered:
+                raise RunFailed("unhealthy", problem, self.log_tail(), self.log_path)
 
     def scrape(self) -> str:
         try:
@@ -82,15 +91,19 @@ class OpenServer(OpenTarget):
 
     def health_problem(self) -> str:
         """Why the server is not healthy; "" when it is. One without /health is asked for its models."""
+        return self._health()[0]
+
+    def _health(self) -> tuple[str, bool]:
+        """(the problem or "", whether the server answered at all)."""
         try:
             answer = self._http.get("/health", _HTTP_TIMEOUT)
             if answer.status == 404:
                 answer = self._http.get("/v1/models", _HTTP_TIMEOUT)
         except NoAnswer as error:
-            return str(error)
+            return str(error), False
         if answer.status == 200:
-            return ""
-        return f"{self.url}/health: HTTP {answer.status} {answer.body.strip()[:200]}".rstrip()
+            return "", True
+        return f"{self.url}/health: HTTP {answer.status} {answer.body.strip()[:200]}".rstrip(), True
 
     def check(self, timeout: float) -> None:
         """Read the model's name and length, then send one small request: a server that says it is healthy
@@ -130,9 +143,6 @@ class OpenServer(OpenTarget):
         if models and isinstance(models[0], dict):
             self.model = self.model or str(models[0].get("id", ""))
             self.max_model_len = models[0].get("max_model_len")
-
-    def _healthy(self) -> bool:
-        return not self.ended() and not self.health_problem()
 
     def _start_failed(self, reason: str, detail: str) -> StartFailed:
         return StartFailed(reason, detail, self.log_tail(), self.log_path)

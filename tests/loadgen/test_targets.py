@@ -133,11 +133,12 @@ def test_somebody_elses_answer_on_our_port_is_not_our_server(
 
 
 @pytest.mark.parametrize(
-    ("fault", "reason"), [("die-mid-run:8", "out_of_memory"), ("killed-mid-run:8", "killed")]
+    ("fault", "reason"),
+    [("die-mid-run:8", "out_of_memory"), ("killed-mid-run:8", "killed"), ("ill-mid-run:8", "unhealthy")],
 )
 def test_a_server_that_dies_under_load(tmp_path: Path, fault: str, reason: str) -> None:
     with pytest.raises(RunFailed) as caught, fake(tmp_path, "--fault", fault).open({}) as server:
-        server.run(schedule(200))
+        server.run(schedule(100))
     assert caught.value.reason == reason
     records = caught.value.records
     assert records is not None
