@@ -70,7 +70,9 @@ class ServerTarget(Target):
     def bundled(cls, model: str = "bundled", **options: Any) -> ServerTarget:
         """The engine of this package, run by this interpreter."""
         script = Path(sys.executable).with_name("vtune")
-        entry = [str(script)] if script.exists() else [sys.executable, "-m", "vtune_cli"]
+        entry = (
+            [str(script)] if script.exists() else [sys.executable, "-c", "import vtune_cli; vtune_cli.app()"]
+        )
         options = {"name": "bundled", "executable": entry, **options}
         return cls(f"vtune serve {shlex.quote(model)} {{flags}} --port {{port}}", **options)
 
