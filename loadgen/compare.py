@@ -23,6 +23,8 @@ SCHEMA = "vtune.comparison/1"
 COUNTS = ("failed", "backlog")
 """Metrics that are compared as totals: a ratio of zeros says nothing."""
 Side = Literal["a", "b"]
+_ABBA: tuple[tuple[Side, Side], ...] = (("a", "b"), ("b", "a"))
+"""Order of the sides in even and odd pairs: a drift of the machine hits both alike."""
 _MAY_DIFFER = {"url"}
 _NO_ROOM = ("out_of_memory", "kv_cache_too_small", "killed")
 
@@ -149,27 +151,30 @@ def compare(
     stop = stop or threading.Event()
     began = time.monotonic()
     pairs: list[Pair] = []
+
+    def run(sides: _Sides, side: Side, schedule: Schedule, number: int) -> Records:
+        if progress:
+            progress(number, 2 * len(seeds), f"pair {number // 2 + 1}, {side.upper()}")
+        records = sides.run(side, schedule, stop)
+        if number < 2:  # an unknown name should not cost more than a run
+            for name, cls in figures:
+                records.summary(bounds).value(name, cls)
+        return records
+
     with _Sides(target, {"a": a, "b": b}, together) as sides:
         for index, seed in enumerate(seeds):
-            if index >= 2 and time_limit is not None:
-                elapsed = time.monotonic() - began
-                if elapsed * (index + 1) / index > time_limit:
-                    break
+            elapsed = time.monotonic() - began
+            if index >= 2 and time_limit is not None and elapsed * (index + 1) / index > time_limit:
+                break
+            first, second = _ABBA[index % 2]
             schedule = schedule_for(seed)
-            runs: dict[Side, Records] = {}
-            for side in _order(index):
-                if progress:
-                    progress(2 * index + len(runs), 2 * len(seeds), f"pair {index + 1}, {side.upper()}")
-                runs[side] = sides.run(side, schedule, stop)
-                if not pairs:  # an unknown name should not cost more than a run
-                    for name, cls in figures:
-                        runs[side].summary(bounds).value(name, cls)
-                if stop.is_set():
-                    break
+            runs = {first: run(sides, first, schedule, 2 * index)}
+            if not stop.is_set():
+                runs[second] = run(sides, second, schedule, 2 * index + 1)
             if stop.is_set():
                 break
             pairs.append(Pair(seed, runs["a"], runs["b"]))
-        notes = [sides.note] if sides.note else []
+    notes = [sides.note] if sides.note else []
     if len(pairs) < len(seeds):
         why = "interrupted" if stop.is_set() else "out of time"
         notes.append(f"{why} after {len(pairs)} of {len(seeds)} pairs")
@@ -315,11 +320,6 @@ class _Sides:
         with ExitStack() as all_of_them:
             while self._open:
                 all_of_them.push(self._open.popitem()[1][0])
-
-
-def _order(index: int) -> tuple[Side, Side]:
-    """ABBA: a drift of the machine hits both sides alike."""
-    return ("a", "b") if index % 2 == 0 else ("b", "a")
 
 
 def _check(pair: Pair, first: Pair) -> None:
