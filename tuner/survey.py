@@ -18,9 +18,10 @@ from tuner.result import without_nan
 
 OFFERED_SHARE = 0.7
 """Of the capacity found. Above it queues grow at the least disturbance; far below it nothing binds."""
-LONGEST_PREFILL = 1.0
-"""Seconds that the longest prompt of a workload may take to prefill: on a slow device prompts are scaled down
-to it, so that a run holds enough requests to say something.
+LONGEST_PREFILL = 2.0
+"""Seconds that the longest prompt of a workload may take to prefill, about what 20,000 tokens take on a
+data-centre GPU: on a slow device prompts are scaled down to it, so that the load keeps its proportions and a
+run holds enough requests to say something.
 """
 FIRST_BURST, MAX_BURST = 40, 5120
 """Requests of the first and the largest closed loop."""
