@@ -33,7 +33,7 @@ _SIGNS = [
     (
         "bad_flag",
         r"unrecognized arguments?|error: argument|No such option|Invalid value|invalid choice"
-        r"|^error: --[a-z-]+ .*Fix: |validation errors? for \w*Config"
+        r"|^error: --[a-z-]+ .*Fix: |validation errors? for \w*Config|^Value error, "
         r"|ValueError: .*(max_num|must be|should be)",
     ),
     (
@@ -57,11 +57,11 @@ def classify(log: str, status: int) -> Failure:
             continue
         for line in reversed(lines):
             if pattern.search(line):
-                return Failure(reason, line[-400:])
+                return Failure(reason, line[:400])
     if status > 128:
         number = status - 128
         name = _SIGNALS.get(number, f"signal {number}")
         hint = ": often the kernel, short of memory" if number == 9 else ""
         return Failure("killed", f"the server was ended by {name}{hint}")
-    last = f"; its last line: {lines[-1][-300:]}" if lines else "; it printed nothing"
+    last = f"; its last line: {lines[-1][:300]}" if lines else "; it printed nothing"
     return Failure("exited", f"the server exited with status {status}{last}")

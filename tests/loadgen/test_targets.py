@@ -235,6 +235,17 @@ def test_no_shell_is_involved(tmp_path: Path) -> None:
     assert not marker.exists()
 
 
+def test_the_detail_is_the_line_that_explains() -> None:
+    log = """
+        pydantic_core._pydantic_core.ValidationError: 1 validation error for SchedulerConfig
+          Value error, max_num_batched_tokens (4) must be greater than or equal to max_num_seqs (8).
+            For further information visit https://errors.pydantic.dev/2.12/v/value_error
+    """
+    failure = classify(log, 1)
+    assert failure.reason == "bad_flag"
+    assert failure.detail.startswith("Value error, max_num_batched_tokens (4) must be")
+
+
 @pytest.mark.parametrize(
     ("log", "status", "reason"),
     [
