@@ -28,7 +28,7 @@ def test_the_mixed_preset_is_the_three_classes_at_a_stated_scale() -> None:
     load = preset("mixed", max_model_len=8192)
     lengths = {cls.name: (cls.weight, cls.prompt.mean, cls.output.mean, cls.priority) for cls in load.classes}
     assert lengths == {"short": (80, 25, 50, 0), "rag": (15, 2000, 200, 1), "background": (5, 5000, 100, 2)}
-    assert "x0.25 to a context of 8192" in load.description
+    assert "prompts scaled x0.25 (context 8192)" in load.description
 
 
 def test_a_large_context_needs_no_scaling() -> None:
