@@ -112,7 +112,8 @@ def test_a_whole_study_with_a_region_that_runs_out_of_memory(run, tmp_path):
     assert report["verdict"] in ("better", "baseline")
     assert {"report.html", "report.md", "report.json"} <= {p.name for p in (tmp_path / "out").iterdir()}
     assert all(row["kv_tokens"] for row in report["kv_pool"])
-    by_budget = {t["config"]["max_num_batched_tokens"]: t for t in report["trials"]}
+    first_told = [t for t in report["trials"] if t["status"] != "duplicate"]
+    by_budget = {t["config"]["max_num_batched_tokens"]: t for t in first_told}
     assert by_budget[1024]["status"] == "measured"
     assert by_budget[512]["status"] in ("measured", "stopped")
     assert by_budget[4096]["status"] == "failed"
@@ -123,7 +124,7 @@ def test_a_whole_study_with_a_region_that_runs_out_of_memory(run, tmp_path):
 
 
 def test_kill_9_loses_one_trial_and_one_process_goes_on(start, run, tmp_path):
-    process = start(trials=3)
+    process = start(trials=2)
     wait_for(tmp_path, "load 1 of 2", times=3)
     second = run("resume")
     assert second.returncode == 2
@@ -141,7 +142,7 @@ def test_kill_9_loses_one_trial_and_one_process_goes_on(start, run, tmp_path):
     assert after[: len(before)] == before, "what was measured stays as it was"
     configs = [json.dumps(r["config"], sort_keys=True) for r in after]
     assert len(set(configs)) == len(configs), "nothing is measured twice"
-    assert len(after) == 1 + 3
+    assert len(after) == 1 + 2
     assert not [t for t in trials(tmp_path) if t.state.name == "RUNNING"]
     assert_no_server_is_left(tmp_path)
 
@@ -193,7 +194,7 @@ def test_a_second_ctrl_c_is_harder_and_leaves_no_server(start, tmp_path):
     [
         ("oom", "out_of_memory"),
         ("error-in-stream", "requests failed"),
-        ("die-mid-run:30", "died under load: out_of_memory"),
+        ("die-mid-run:6", "died under load: out_of_memory"),
     ],
 )
 def test_a_server_with_a_fault_ends_in_no_feasible_config(run, tmp_path, fault, reason):
