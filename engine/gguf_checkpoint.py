@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.model_error import ModelError
+
 if TYPE_CHECKING:
     import torch
     from gguf import GGUFReader
@@ -33,7 +35,7 @@ _PRE_TOKENIZER_DIGITS = {"smollm": True, "gpt-2": False, "default": False}
 """llama.cpp's name of a byte-level BPE pre-tokenizer -> whether it splits every digit off first."""
 
 
-class GgufError(ValueError):
+class GgufError(ModelError):
     """The file is not a GGUF file, or holds a model that is not supported."""
 
 

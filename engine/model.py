@@ -11,7 +11,7 @@ import torch
 
 from engine.kernels.base import AttentionShape, Batch, Kernels, Linear
 from engine.model_config import ModelConfig, RopeConfig
-from engine.weights import ModelError
+from engine.model_error import ModelError
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -187,7 +187,7 @@ def _drain(inbox: queue.SimpleQueue[Any], wait: bool) -> Iterator[Any]:
 def _explain(error: Exception) -> tuple[bool, str]:
     """Is this the user's to mend, and what to tell them."""
     from engine.bundled import FetchError
-    from engine.weights import ModelError
+    from engine.model_error import ModelError
 
     if isinstance(error, ConfigError | FetchError | ModelError):
         return True, str(error)

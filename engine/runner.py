@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import GIB, ConfigError, EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
 from engine.model import Workspace, attention_shape, load_decoder, rope_tables
 from engine.model_config import ModelConfig, load_model_config
+from engine.model_error import ModelError
 from engine.request import Request
 from engine.sampler import Sampler, SampleRow
 from engine.spec.ngram import NgramProposer
 from engine.spec.rejection import accept
 from engine.step import PLACEHOLDER_TOKEN_ID, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 from engine.weights import open_checkpoint, resolve_model
-
 
 INPUT_BYTES = 64
 """Of a token's id, position and slot, in the widths that the kernels want them in."""
@@ -46,6 +48,7 @@ class ModelRunner:
         self.config = config.resolved(self.model_config.max_position_embeddings)
         self._max_model_len = _max_model_len(self.config, self.model_config)
         self.dtype = _dtype(config.dtype, self.model_config.dtype)
+        _check_memory(self.model_config, self._max_model_len, self.dtype, path)
         shape = attention_shape(self.model_config, config.block_size)
         cos, sin = rope_tables(self.model_config.rope, shape.head_dim, self._max_model_len)
         self._kernels = make_kernels(shape, self.dtype, cos, sin)
@@ -171,6 +174,18 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"give at most {limit}, or drop the flag",
         )
     return length
+
+
+def _check_memory(model: ModelConfig, max_model_len: int, dtype: torch.dtype, path: Path) -> None:
+    """Refuse what cannot be in memory, before trying brings the machine down. Raises ModelError."""
+    tables = 4 * max_model_len * model.head_dim
+    wanted = model.num_parameters * dtype.itemsize + tables
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if wanted > memory:
+        raise ModelError(
+            f"{path}: the weights take {wanted / GIB:,.0f} GiB in {str(dtype).removeprefix('torch.')}, "
+            f"this machine has {memory / GIB:,.0f} GiB; serve a smaller model"
+        )
 
 
 def _dtype(flag: str, checkpoint: str) -> torch.dtype:

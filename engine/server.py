@@ -19,8 +19,9 @@ from typing import Any, NoReturn
 from engine import log
 from engine.bundled import FetchError
 from engine.config import EngineConfig
+from engine.model_error import ModelError
 from engine.process import EngineProcess, EngineStartError
-from engine.weights import ModelError, resolve_model
+from engine.weights import resolve_model
 
 logger = logging.getLogger("vtune.server")
 

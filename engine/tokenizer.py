@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.gguf_checkpoint import GgufCheckpoint
-from engine.weights import ModelError, read_json
+from engine.model_error import ModelError
+from engine.weights import read_json
 
 if TYPE_CHECKING:
     import jinja2

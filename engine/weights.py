@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.gguf_checkpoint import GgufCheckpoint
+from engine.model_error import ModelError
 
 if TYPE_CHECKING:
     import torch
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-class ModelError(ValueError):
-    """The model cannot be found or loaded. The message says what, where, and what to do."""
 
 
 class Checkpoint(Protocol):
@@ -77,7 +74,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(f"{path} is missing: not a Hugging Face model directory?") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: not readable as JSON ({error})") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path}: holds no JSON object")

