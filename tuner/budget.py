@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 MIN_PAIRS, MAX_PAIRS = 3, 8
-CONFIRM_SHARE = 0.4
+CONFIRM_SHARE = 0.45
 """Share of a time budget that the confirmation may take, unless MIN_PAIRS need more."""
 PAUSE = 2.0
 """Seconds around a run that are not the run: drawing the schedule, warm-up, scrapes, parsing."""

@@ -184,9 +184,7 @@ class Study:
         first = next(iter(self.candidates()), None)
         if baseline is None or not baseline.feasible:
             return first
-        if first and self.objective.better(first.value(self.objective), baseline.value(self.objective)):
-            return first
-        return baseline
+        return first if first and self._rank(first) < self._rank(baseline) else baseline
 
     def candidates(self) -> list[TrialResult]:
         """Feasible configs other than the baseline's, in the order in which to confirm them.
@@ -197,8 +195,7 @@ class Study:
         """
         changed = (r for r in self.results if r.feasible and self.space.changes(r.config))
         feasible = [r for r in changed if math.isfinite(r.value(self.objective))]
-        sign = 1 if self.objective.direction == "minimize" else -1
-        ordered = sorted(feasible, key=lambda r: (r.slack < SLACK, sign * r.value(self.objective)))
+        ordered = sorted(feasible, key=lambda r: (r.slack < SLACK, self._rank(r)))
         if not ordered:
             return []
         top = ordered[0]
@@ -206,9 +203,22 @@ class Study:
         first = min(near, key=lambda r: (len(self.space.changes(r.config)), ordered.index(r)))
         return [first, *(r for r in ordered if r is not first)]
 
+    def _rank(self, result: TrialResult) -> tuple[float, float]:
+        """Smaller is better: the pessimistic end of the objective's interval, then its value.
+
+        A tail percentile of one run can be small by luck, when just fewer stalls than its share fell into the
+        run; its interval then reaches up to the stalls, and what is chosen for the value alone fails on fresh
+        runs.
+        """
+        reading = result.reading(self.objective)
+        if self.objective.direction == "minimize":
+            return (reading.high if math.isfinite(reading.high) else math.inf), reading.value
+        return -(reading.low if math.isfinite(reading.low) else reading.value), -reading.value
+
     def _ties(self, a: TrialResult, b: TrialResult) -> bool:
-        x, y = a.value(self.objective), b.value(self.objective)
-        return abs(x - y) <= TIE * abs(y)
+        """Within TIE of each other, both by the end of the interval and by value."""
+        pairs = zip(self._rank(a), self._rank(b), strict=True)
+        return all(x == y or abs(x - y) <= TIE * abs(y) for x, y in pairs)
 
     def importances(self) -> dict[str, float]:
         """Axis -> share of the objective's variation (PED-ANOVA); empty with too few trials.

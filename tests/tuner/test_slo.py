@@ -91,13 +91,14 @@ def test_no_text_does_anything_but_parse_or_raise_an_slo_error(text):
 
 
 def test_itl_preset_is_relative_to_the_baseline():
-    measured = {"throughput": 100.0, "ttft_p95": 2.0}
+    measured = {"throughput": 100.0, "ttft_p95": 2.0, "max_stall_mean": 0.5}
     bounds = PRESETS["itl"].resolve(lambda metric, cls: measured[metric])
     assert {b.metric: (b.op, pytest.approx(b.limit)) for b in bounds} == {
         "failed": ("<=", 0),
         "backlog": ("<=", 0),
         "throughput": (">=", 90.0),
         "ttft_p95": ("<=", 2.4),
+        "max_stall_mean": ("<=", 0.6),
     }
     assert PRESETS["itl"].objective == Objective("itl_p99", "minimize")
     assert not PRESETS["itl"].saturated
