@@ -4,6 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OUT    ?= runs/demo
+DEMO_FLAGS ?= vtune serve bundled --max-num-batched-tokens 512 --max-num-seqs 16
 
 .DEFAULT_GOAL := help
 .PHONY: help setup model demo test check format clean
@@ -23,7 +24,7 @@ model: setup  ## Fetch the bundled model (93 MB, once) into the cache
 	$(BIN)/python -m engine.bundled
 
 demo: model  ## The main job: find flags for a flat inter-token latency, prove them, write a report
-	$(BIN)/vtune optimize --slo itl --workload mixed --budget 9m --out $(OUT)
+	$(BIN)/vtune optimize --slo itl --workload mixed --budget 10m --flags "$(DEMO_FLAGS)" --out $(OUT)
 
 check: setup  ## Formatter, linter, types, import contracts, links, documented commands
 	$(BIN)/ruff format --check .
