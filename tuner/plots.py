@@ -99,7 +99,8 @@ def kv_pool(results: Sequence[TrialResult]) -> go.Figure:
         figure.add_scatter(
             x=[r.config["max_num_batched_tokens"] for r in members],
             y=[r.kv_tokens for r in members],
-            mode="markers+lines",
+            mode="markers",
+            text=[f"trial {r.number}, max_num_seqs {r.config['max_num_seqs']}" for r in members],
             name=f"gpu_memory_utilization {memory:g}",
         )
     title = "KV pool over the token budget"

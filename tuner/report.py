@@ -191,7 +191,8 @@ def _render(template: str, facts: Facts, data: Mapping[str, Any], charts: Sequen
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    plotted = [chart.to_html(full_html=False, include_plotlyjs=False) for chart in charts]
+    shown = {"responsive": True, "displayModeBar": False}
+    plotted = [chart.to_html(full_html=False, include_plotlyjs=False, config=shown) for chart in charts]
     return environment_.get_template(template).render(
         facts=facts,
         data=data,
