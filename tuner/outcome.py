@@ -40,7 +40,8 @@ def label(metric: str) -> str:
     family, _, statistic = name.rpartition("_")
     if statistic not in STATISTICS:
         family, statistic = name, ""
-    text = f"{LABELS.get(family, family.replace('_', ' '))} {statistic.upper()}".strip()
+    shown = statistic if statistic == "mean" else statistic.upper()
+    text = f"{LABELS.get(family, family.replace('_', ' '))} {shown}".strip()
     return text + brace + cls
 
 
