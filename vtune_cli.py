@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+
 import typer
 
 import doctor.cli
@@ -22,3 +26,28 @@ tuner.cli.mount(app)
 doctor.cli.mount(app)
 loadgen.cli.mount(app)
 engine.cli.mount(app)
+
+
+def main() -> None:
+    """Run ``app`` as a program, whatever its standard streams are and however they end."""
+    _settle_streams()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:  # what no command expects, such as a full disk under standard output
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains once more at its end
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _settle_streams() -> None:
+    """Streams that were closed lead nowhere; what an encoding does not have is written as "?"."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            # Takes the number of the closed descriptor, which no other file should get.
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper) and mode == "w":
+            stream.reconfigure(errors="replace")

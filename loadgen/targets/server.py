@@ -71,7 +71,7 @@ class ServerTarget(Target):
         """The engine of this package, run by this interpreter."""
         script = Path(sys.executable).with_name("vtune")
         entry = (
-            [str(script)] if script.exists() else [sys.executable, "-c", "import vtune_cli; vtune_cli.app()"]
+            [str(script)] if script.exists() else [sys.executable, "-c", "import vtune_cli; vtune_cli.main()"]
         )
         options = {"name": "bundled", "executable": entry, **options}
         return cls(f"vtune serve {shlex.quote(model)} {{flags}} --port {{port}}", **options)

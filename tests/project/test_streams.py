@@ -1,0 +1,58 @@
+"""The command as a program among others: streams that are closed, full, cut off, or not UTF-8."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FULL = Path("/dev/full")
+
+
+def run(shell: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a shell line in which ``vtune`` is the command."""
+    script = f'vtune() {{ {sys.executable} -c "from vtune_cli import main; main()" "$@"; }}\n{shell}'
+    return subprocess.run(
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize("command", ["serve --help", "optimize --help", "playbook show overload"])
+def test_an_encoding_that_lacks_a_character(command: str, encoding: str) -> None:
+    result = run(f"vtune {command}", PYTHONIOENCODING=encoding, COLUMNS="60")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert len(result.stdout) > 1000
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    ("command", "code"), [("playbook list", 0), ("explain --config - --requests r.json", 2)]
+)
+def test_closed_streams(command: str, code: int, closed: str) -> None:
+    result = run(f"vtune {command} {closed}")
+    assert result.returncode == code
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("command", ["--help", "playbook list", "playbook show overload"])
+def test_a_full_disk_under_the_output(command: str) -> None:
+    result = run(f"vtune {command} >{FULL}")
+    assert result.returncode == 2
+    assert result.stderr == "error: [Errno 28] No space left on device\n"
+
+
+@pytest.mark.parametrize("command", ["--help", "playbook list", "playbook show overload"])
+def test_a_reader_that_leaves_early(command: str) -> None:
+    result = run(f"vtune {command} | true")
+    assert result.stderr == ""
