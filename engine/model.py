@@ -11,7 +11,13 @@ import torch
 
 from engine.kernels.base import AttentionShape, Batch, Kernels, Linear
 from engine.model_config import ModelConfig, RopeConfig
-from engine.model_error import ModelError
+
+
+class TensorError(ValueError):
+    """A checkpoint's tensors are not those of its config."""
+
+
+WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,18 +141,21 @@ def attention_shape(config: ModelConfig, block_size: int) -> AttentionShape:
 def load_decoder(
     config: ModelConfig, kernels: Kernels, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Decoder:
-    """Fuse and pack a checkpoint's tensors, layer by layer as they come. Raises ModelError."""
+    """Fuse and pack a checkpoint's tensors, layer by layer as they come. Raises TensorError."""
     shapes = config.tensor_shapes()
     pending: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
         if name not in shapes:
             continue  # such as a tied lm_head, or rotary frequencies of old checkpoints
         if tuple(tensor.shape) != shapes[name]:
-            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
+            raise TensorError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
+        if tensor.dtype not in WEIGHT_TYPES:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise TensorError(f"tensor {name} is {kind}: quantised safetensors are not supported")
         pending[name] = tensor.to(kernels.dtype)
     missing = sorted(set(shapes) - set(pending))
     if missing:
-        raise ModelError(f"the checkpoint lacks {len(missing)} tensors, first {missing[0]}")
+        raise TensorError(f"the checkpoint lacks {len(missing)} tensors, first {missing[0]}")
     prefixes = [f"model.layers.{index}." for index in range(config.num_layers)]
     layers = [_load_layer(config, kernels, pending, prefix) for prefix in prefixes]
     # Clones, since a tensor that is a view of the mapped file would keep all of it in memory.

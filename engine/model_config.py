@@ -172,16 +172,18 @@ def _positive(name: str, value: Any) -> float:
 
 def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
     value = generation.get("eos_token_id", config.get("eos_token_id"))
-    if value is None:
-        return ()
-    return tuple(int(i) for i in value) if isinstance(value, list | tuple) else (int(value),)
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ModelError(f"eos_token_id must be a token id or a list of them, got {value!r:.40}")
+    return tuple(ids)
 
 
 def load_model_config(path: Path, load_format: str = "auto") -> ModelConfig:
     """The config of the model at ``path``, as ``resolve_model`` gives it. Raises ModelError."""
     config = open_checkpoint(path, load_format).config
-    generation = path / "generation_config.json"
+    file = path / "generation_config.json"
+    generation = read_json(file) if file.is_file() else None
     try:
-        return ModelConfig.from_hf(config, read_json(generation) if generation.is_file() else None)
+        return ModelConfig.from_hf(config, generation)
     except ModelError as error:
         raise ModelError(f"{path / 'config.json' if path.is_dir() else path}: {error}") from None

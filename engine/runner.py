@@ -15,7 +15,7 @@ import torch
 from engine.config import GIB, ConfigError, EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
-from engine.model import Workspace, attention_shape, load_decoder, rope_tables
+from engine.model import TensorError, Workspace, attention_shape, load_decoder, rope_tables
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_error import ModelError
 from engine.request import Request
@@ -53,7 +53,10 @@ class ModelRunner:
         cos, sin = rope_tables(self.model_config.rope, shape.head_dim, self._max_model_len)
         self._kernels = make_kernels(shape, self.dtype, cos, sin)
         checkpoint = open_checkpoint(path, config.load_format, config.seed)
-        self._decoder = load_decoder(self.model_config, self._kernels, checkpoint.tensors())
+        try:
+            self._decoder = load_decoder(self.model_config, self._kernels, checkpoint.tensors())
+        except TensorError as error:
+            raise ModelError(f"{path}: {error}") from None
         self.weights_bytes = self._decoder.weights_bytes
         self.kv_bytes_per_token = 2 * shape.kv_size * self.dtype.itemsize * self.model_config.num_layers
         self._max_rows = min(

@@ -74,7 +74,7 @@ def serve(config: EngineConfig, options: ServerOptions, non_default: Mapping[str
         logger.error(f"the engine did not start: {error}")
         return 1
     except OSError as error:
-        raise ServeError(f"cannot listen on {options.host}:{options.port}: {error.strerror}") from None
+        raise ServeError(str(error)) from None
     finally:
         if process is not None:
             process.close()
@@ -90,7 +90,6 @@ def _resolve(config: EngineConfig) -> ModelPaths:
 
 def _bind(options: ServerOptions) -> socket.socket:
     """Take the port before anything slow is done. Raises ServeError."""
-    where = f"{options.host}:{options.port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -98,12 +97,16 @@ def _bind(options: ServerOptions) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-    except (OSError, OverflowError) as error:
-        raise ServeError(
-            f"cannot listen on {where}: {error.strerror if isinstance(error, OSError) else error}. "
-            "Choose another --port, or stop the server that has it."
-        ) from None
+    except (OSError, ValueError, OverflowError) as error:
+        raise cannot_listen(options.host, options.port, error) from None
     return listener
+
+
+def cannot_listen(host: str, port: int, error: Exception) -> ServeError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return ServeError(
+        f"cannot listen on {host}:{port}: {reason}. Choose another --port, or stop the server that has it."
+    )
 
 
 def _leave(signum: int, frame: object) -> NoReturn:

@@ -29,7 +29,7 @@ from engine.log import StatLogger
 from engine.metrics import PrometheusMetrics
 from engine.model_config import ModelConfig, load_model_config
 from engine.process import EngineDeadError, EngineInfo, EngineProcess
-from engine.server import ModelPaths, ServerOptions
+from engine.server import ModelPaths, ServerOptions, cannot_listen
 from engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("vtune.service")
@@ -47,7 +47,7 @@ KEEP_ALIVE_SECONDS = 65
 def run_service(
     process: EngineProcess, paths: ModelPaths, listener: socket.socket, options: ServerOptions
 ) -> int:
-    """Returns the exit code. Raises ModelError, EngineStartError, or OSError when it cannot listen."""
+    """Returns the exit code. Raises ModelError, EngineStartError or ServeError."""
     _raise_open_files_limit()
     model = load_model_config(paths.model, paths.load_format)
     tokenizer = Tokenizer.load(paths.tokenizer)
@@ -81,11 +81,14 @@ async def _serve(
     frontend: Frontend, server: _HttpServer, listener: socket.socket, stop: asyncio.Future[int]
 ) -> int:
     """From the first connection to the end of the last."""
-    # Here, for uvloop says nothing when another server that was bound to the same port is listening already.
-    listener.listen(BACKLOG)
+    host, port = listener.getsockname()[:2]
+    try:
+        # Here, for uvloop says nothing when another server that was bound to the port listens already.
+        listener.listen(BACKLOG)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from None
     engine_task = asyncio.create_task(frontend.run())
     http_task = asyncio.create_task(server.serve(sockets=[listener]))
-    host, port = listener.getsockname()[:2]
     logger.info(f"Starting vtune server on http://{host}:{port}")
     await asyncio.wait((engine_task, http_task, stop), return_when=asyncio.FIRST_COMPLETED)
     if engine_task.done() and not stop.done():

@@ -34,8 +34,12 @@ def resolve_model(name: str, progress: Callable[[str], None] | None = None) -> P
         from engine.bundled import fetch_bundled
 
         return fetch_bundled(progress)
-    path = Path(name).expanduser()
-    if path.exists():
+    try:
+        path = Path(name).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a null character
+        raise ModelError(f"model {name[:100]!r}: {error}") from None
+    if exists:
         return path
     if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
         raise ModelError(f"model {name!r}: no such file or directory, and not a hub id such as 'org/model'")
@@ -65,6 +69,8 @@ def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0) -> Che
         return GgufCheckpoint(path)
     if load_format == "dummy":
         return DummyCheckpoint(path, seed)
+    if not path.is_dir():
+        raise ModelError(f"{path}: not a Hugging Face model directory, and not a .gguf file")
     return SafetensorsCheckpoint(path)
 
 
@@ -95,6 +101,8 @@ class SafetensorsCheckpoint:
             weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise ModelError(f"{index}: holds no weight_map")
+            if not all(isinstance(name, str) for name in weight_map.values()):
+                raise ModelError(f"{index}: weight_map names something that is no file")
             files = [self.directory / name for name in sorted(set(weight_map.values()))]
         else:
             files = sorted(self.directory.glob("*.safetensors"))

@@ -119,6 +119,31 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("file", [5, ["model.safetensors"]])
+def test_an_index_that_names_no_files(tmp_path: Path, file: object) -> None:
+    write_config(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
+    with pytest.raises(ModelError, match=r"index\.json: weight_map names something that is no file"):
+        open_checkpoint(tmp_path)
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = save_tiny_llama(tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({**tensors, name: tensors[name].to(torch.int8)}, model / "model.safetensors")
+    with pytest.raises(ModelError, match=rf"{model}: tensor {name} is int8: quantised safetensors"):
+        ModelRunner(EngineConfig(model=str(model)))
+
+
+def test_a_file_that_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("")
+    with pytest.raises(ModelError, match=r"notes.txt: not a Hugging Face model directory"):
+        load_model_config(tmp_path / "notes.txt")
+
+
 def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     save_tiny_llama(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -168,7 +193,8 @@ def test_dummy_takes_the_path_of_a_config(tmp_path: Path) -> None:
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a number above 0, got 'tiny'"),
         ({"rope_theta": -1.0, "rope_parameters": None}, "rope_theta must be a number above 0, got -1.0"),
         ({"rope_scaling": [1]}, r"config\.json: 'list' object is not a mapping"),
-        ({"eos_token_id": "x"}, r"config\.json: invalid literal"),
+        ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, got 'x'"),
+        ({"eos_token_id": [1, None]}, r"eos_token_id must be a token id or a list of them, got \[1, None\]"),
     ],
 )
 def test_configs_that_cannot_be_run(tmp_path: Path, settings: dict, message: str) -> None:
@@ -213,6 +239,12 @@ def test_eos_of_the_generation_config_wins(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["/no/such/place", "./nothing", "model.gguf", "plain", "a/b/c"])
 def test_a_path_that_does_not_exist(name: str) -> None:
     with pytest.raises(ModelError, match="no such file or directory, and not a hub id"):
+        resolve_model(name)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "/tmp/\0", "~no-such-user/model"])
+def test_a_path_that_cannot_be(name: str) -> None:
+    with pytest.raises(ModelError, match=r"^model '"):
         resolve_model(name)
 
 
