@@ -38,7 +38,11 @@ _BOUNDS: dict[str, tuple[float, ...]] = {
     "ttft": (
         *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
         *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-    )
+    ),
+    "itl": (
+        *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+        *(20.0, 40.0, 80.0),
+    ),
 }
 
 METRICS: dict[str, Metric] = {
@@ -94,6 +98,7 @@ METRICS: dict[str, Metric] = {
         _metric("prompt_length", "histogram", "vllm:request_prompt_tokens"),
         _metric("prefill_length", "histogram", "vllm:request_prefill_kv_computed_tokens"),
         _metric("request_preemptions", "histogram", "vllm:request_num_preemptions"),
+        _metric("iteration_tokens", "histogram", "vllm:iteration_tokens_total"),
         _metric("cache_config", "info", "vllm:cache_config_info"),
     )
 }

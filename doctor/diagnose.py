@@ -125,15 +125,14 @@ def _rank(finding: Finding) -> tuple[bool, int, float, str, str]:
 
 
 def _healthy(findings: Sequence[Finding], cannot_tell: Sequence[CannotTell]) -> bool:
-    """No unexplained warning, and no warning that only a missing metric keeps from being judged."""
+    """No warning, and none that only something missing keeps from being judged.
+
+    What only the user can know (an assumption) does not count against a server, nor does a fleet of one.
+    """
     if any(SEVERITIES.index(finding.severity) >= SEVERITIES.index("warning") for finding in findings):
         return False
-    blind = (
-        item
-        for item in cannot_tell
-        if item.severity != "info" and any(missing.kind in ("metric", "empty") for missing in item.missing)
-    )
-    return not any(blind)
+    unknown = {missing.kind for item in cannot_tell if item.severity != "info" for missing in item.missing}
+    return unknown <= {"assumption", "peers"}
 
 
 def _remarks(examined: Sequence[Patient]) -> list[str]:

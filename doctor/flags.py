@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from doctor import defaults
+from doctor.defaults import Engine, Platform, version_tuple
 from doctor.logfile import LogFacts
 from doctor.reading import Missing, Number, Reading
 
 Origin = Literal["given", "log", "metrics", "inferred", "default", "guessed"]
-Engine = Literal["vllm", "vtune", "sglang"]
+"""Who says so. ``default``: nobody set it, and this platform has just one; ``guessed``: it may be another."""
 
-# vLLM's default: the usual value, and the range it has over versions and devices (None: one value only).
-_DEFAULTS: dict[str, tuple[float, tuple[float, float] | None]] = {
-    "max_num_batched_tokens": (2048, (2048, 16384)),
-    "max_num_seqs": (256, (128, 1024)),
-    "gpu_memory_utilization": (0.9, (0.9, 0.92)),
-    "long_prefill_token_threshold": (0, None),
-    "num_speculative_tokens": (0, None),
-    "enable_prefix_caching": (1, None),
-    "enable_chunked_prefill": (1, None),
-    "tensor_parallel_size": (1, None),
-    "num_gpu_blocks_override": (0, None),
-}
-# What a flag can be at all, where neither a command line nor a log is there to say.
-_CONCEIVABLE: dict[str, tuple[float, float]] = {
-    "max_num_batched_tokens": (1, math.inf),
-    "max_num_seqs": (1, math.inf),
-    "gpu_memory_utilization": (0.01, 1),
-    "long_prefill_token_threshold": (0, math.inf),
-    "num_speculative_tokens": (0, 64),
-    "enable_prefix_caching": (0, 1),
-    "enable_chunked_prefill": (0, 1),
-    "tensor_parallel_size": (1, 64),
-    "num_gpu_blocks_override": (0, math.inf),
-}
 # Known only from metrics, a log or the command line: there is no default to guess.
 _OBSERVED = ("max_model_len", "block_size", "num_gpu_blocks", "kv_cache_tokens")
 SWITCHES = frozenset({"enable_prefix_caching", "enable_chunked_prefill"})
-FLAG_NAMES = frozenset([*_DEFAULTS, *_OBSERVED])
+FLAG_NAMES = frozenset([*defaults.NAMES, *_OBSERVED])
 """The flags that rules may name. Switches are 0 or 1; num_gpu_blocks_override is 0 where it is not set."""
 
 _SINCE: dict[str, tuple[int, int]] = {
@@ -84,7 +61,11 @@ class Flag:
     @property
     def certain(self) -> bool:
         """Whether somebody said so, or it can be nothing else."""
-        return self.origin in ("given", "log", "metrics") or (self.origin == "default" and self.number.exact)
+        return self.origin in ("given", "log", "metrics", "default")
+
+    def bounded(self, number: Number) -> Flag:
+        """The same flag, with what else is known about its value."""
+        return replace(self, value=_typed(number.point), number=replace(number, vague="flag"))
 
 
 @dataclass(frozen=True)
@@ -116,7 +97,7 @@ class Flags:
             return "the bundled engine has no such flag"
         if self.engine == "sglang" and name not in _SGLANG:
             return "SGLang has no such flag"
-        since, version = _SINCE.get(name), _version_tuple(self.version)
+        since, version = _SINCE.get(name), version_tuple(self.version)
         if since and version and version < since:
             return f"vLLM {self.version} has no such flag (since {since[0]}.{since[1]})"
         return None
@@ -135,31 +116,75 @@ def resolve(
     version: str | None,
 ) -> Flags:
     """Gather the flags of one engine; what the user says beats the log, which beats the metrics."""
+    config = cache_config or {}
     complete = given is not None or (log is not None and log.complete)
-    known = {name: _fallback(name, complete) for name in _DEFAULTS}
+    told = {"kv_cache_dtype": config["cache_dtype"]} if "cache_dtype" in config else {}
+    raw = {**told, **(log.flags if log else {}), **(given or {})}
+    platform = _platform(raw, log, config, engine, version)
+    known = {name: _fallback(name, platform, complete) for name in defaults.NAMES}
     layers: tuple[tuple[Origin, Mapping[str, Any]], ...] = (
-        ("metrics", _from_metrics(cache_config or {})),
+        ("metrics", _from_metrics(config)),
         ("log", _from_log(log) if log else {}),
         ("given", given or {}),
     )
     for origin, values in layers:
         for name, value in _numbers(values).items():
-            known[name] = Flag(name, value, origin, Number.exactly(value))
-    raw = {**(log.flags if log else {}), **(given or {})}
-    return Flags(known, engine, version or (log.version if log else None), raw)
+            known[name] = Flag(name, _typed(value), origin, Number.exactly(value))
+    return Flags(_in_harmony(known), engine, platform.version, raw)
+
+
+def _platform(
+    raw: Mapping[str, Any],
+    log: LogFacts | None,
+    cache_config: Mapping[str, str],
+    engine: Engine,
+    version: str | None,
+) -> Platform:
+    """The CPU build shows in the metrics by its block size, which nobody chose and no GPU back end has."""
+    device = log.device if log else None
+    looks_like_cpu = (cache_config.get("block_size"), cache_config.get("user_specified_block_size")) == (
+        "128",
+        "False",
+    )
+    parallel = (_number(raw.get(f"{kind}_parallel_size")) or 1 for kind in ("tensor", "pipeline"))
+    return Platform(
+        engine=engine,
+        version=version or (log.version if log else None),
+        device=device or ("cpu" if looks_like_cpu else None),
+        stated=device is not None,
+        processes=max(1, round(math.prod(parallel))),
+    )
+
+
+def _in_harmony(known: Mapping[str, Flag]) -> dict[str, Flag]:
+    """Narrow what nobody stated by the servers' own rule: a step's budget covers every sequence.
+
+    A default of ``max_num_seqs`` is lowered to a smaller budget; a budget is no smaller than the sequences.
+    """
+    tokens, seqs = known["max_num_batched_tokens"], known["max_num_seqs"]
+    chunked, length = known["enable_chunked_prefill"], known.get("max_model_len")
+    unset = ("default", "guessed")
+    if tokens.origin in unset and chunked.certain and not chunked.value and length is not None:
+        tokens = tokens.bounded(tokens.number.maximum(length.number))
+    if seqs.origin in unset and tokens.certain:
+        seqs = seqs.bounded(seqs.number.minimum(tokens.number))
+    if tokens.origin in unset and seqs.certain:
+        tokens = tokens.bounded(tokens.number.maximum(seqs.number))
+    return {**known, tokens.name: tokens, seqs.name: seqs}
 
 
 def inferred(name: str, value: float, low: float, high: float) -> Flag:
     """A flag that the metrics give away, although none of them holds it."""
-    return Flag(name, value, "inferred", Number(value, low, high, "flag"))
+    return Flag(name, _typed(value), "inferred", Number(value, low, high, "flag"))
 
 
-def _fallback(name: str, complete: bool) -> Flag:
-    usual, spread = _DEFAULTS[name]
-    if complete:
-        low, high = spread or (usual, usual)
-        return Flag(name, usual, "default", Number(usual, low, high, "flag"))
-    return Flag(name, usual, "guessed", Number(usual, *_CONCEIVABLE[name], "flag"))
+def _fallback(name: str, platform: Platform, complete: bool) -> Flag:
+    """What holds where nobody set the flag, or where nobody told us."""
+    default = platform.default(name)
+    if complete and default.exact:
+        return Flag(name, _typed(default.point), "default", default)
+    number = default if complete else defaults.conceivable(name, default)
+    return Flag(name, _typed(number.point), "guessed", number)
 
 
 def _from_log(log: LogFacts) -> dict[str, Any]:
@@ -174,7 +199,9 @@ def _from_metrics(labels: Mapping[str, str]) -> dict[str, Any]:
         for name in ("block_size", "num_gpu_blocks", "gpu_memory_utilization", "enable_prefix_caching")
         if name in labels
     }
-    values["num_gpu_blocks_override"] = labels.get("num_gpu_blocks_override")
+    for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes"):
+        if name in labels:  # "None": not set, which is 0 here
+            values[name] = _number(labels[name]) or 0
     tokens = _number(labels.get("kv_cache_size_tokens"))
     concurrency = _number(labels.get("kv_cache_max_concurrency"))
     if tokens and concurrency:
@@ -197,6 +224,11 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
+def _typed(value: float) -> int | float:
+    """Whole numbers as such: flags are typed that way."""
+    return int(value) if math.isfinite(value) and value == int(value) else value
+
+
 def _number(value: Any) -> float | None:
     if value is None or value in ("None", "auto"):
         return None
@@ -207,8 +239,3 @@ def _number(value: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None
-
-
-def _version_tuple(version: str | None) -> tuple[int, int] | None:
-    match = re.match(r"v?(\d+)\.(\d+)", version or "")
-    return (int(match[1]), int(match[2])) if match else None

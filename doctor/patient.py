@@ -43,14 +43,19 @@ class Patient:
     @property
     def idle(self) -> bool:
         """No request was seen in the window."""
-        seen = [self.readings[name] for name in ("running_max", "waiting_max", "first_tokens")]
-        known = [reading.point for reading in seen if isinstance(reading, Number)]
-        return bool(known) and not any(known)
+        return self._all_zero("running_max", "waiting_max", "first_tokens")
 
     def excuses(self, missing: Iterable[Missing]) -> bool:
-        """Whether a rule does not apply here, rather than being undecided: no peers, or no traffic at all."""
+        """Whether a rule does not apply here, rather than being undecided.
+
+        There are no peers; or requests are so few and short that no scrape met one, and nothing builds up.
+        """
         kinds = {item.kind for item in missing}
-        return kinds <= ({"peers", "empty"} if self.idle else {"peers"})
+        return kinds <= ({"peers", "empty"} if self._all_zero("running_max", "waiting_max") else {"peers"})
+
+    def _all_zero(self, *names: str) -> bool:
+        known = [reading.point for name in names if isinstance(reading := self.readings[name], Number)]
+        return bool(known) and not any(known)
 
 
 def patients(
@@ -94,7 +99,7 @@ def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[st
 
 def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
     """Read off the metrics what no metric says outright."""
-    flags = _infer_speculation(flags, readings)
+    flags = _infer_budget(_infer_speculation(flags, readings), readings)
     wanted = (
         "running_max",
         "running_when_waiting",
@@ -112,6 +117,27 @@ def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
     if waiting > 0.5 and kv < 0.9 and decode > prefill and usual > 0.8 * most - 0.5:
         return flags.with_flag(server_flags.inferred("max_num_seqs", most, most, most))
     return flags
+
+
+def _infer_budget(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
+    """The least the token budget can be: it covers every running sequence, and the largest step booked.
+
+    A step books each prompt that ends in it with its whole length. All of them but the first began in the
+    same step, so the budget is at least the step less one prompt. Bucket bounds stand for the values: the
+    lower one for the step (its buckets are powers of two), the upper one for the prompt.
+    """
+    tokens = flags.known["max_num_batched_tokens"]
+    if tokens.certain or flags.engine == "sglang":
+        return flags
+    least = 1.0
+    running, step, prompt = (
+        readings[name] for name in ("running_max", "iteration_tokens_max", "prompt_tokens_max")
+    )
+    if isinstance(running, Number):
+        least = max(least, running.point)
+    if isinstance(step, Number) and isinstance(prompt, Number) and math.isfinite(prompt.high):
+        least = max(least, step.point / 2 - prompt.point)
+    return flags.with_flag(tokens.bounded(tokens.number.maximum(Number.exactly(least))))
 
 
 def _infer_speculation(flags: Flags, readings: Mapping[str, Reading]) -> Flags:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping
 from typing import Any
 
+from doctor import rules
 from doctor.expression import Comparison, Lookup
 from doctor.finding import Prescription
 from doctor.flags import SWITCHES, Flags
@@ -23,10 +25,22 @@ def prescriptions(book: Playbook, patient: Patient) -> tuple[Prescription, ...]:
             continue
         # Undecided only because a flag is not known: prescribed with the condition in words.
         condition = None if needed.value else _condition(remedy, patient)
+        if condition is not None and not _computable(remedy, patient):
+            continue
         prescription = _prescription(remedy, patient, condition)
         if prescription is not None:
             built.append(prescription)
     return tuple(built)
+
+
+def _computable(remedy: Remedy, patient: Patient) -> bool:
+    """Whether a conditional cure has a value to name, not computed from a guess that breaks the condition."""
+    if remedy.needs.judge(_points(patient.lookup)).value:
+        return True
+    settings = [setting for setting in remedy.settings.values() if not isinstance(setting, str)]
+    known = patient.flags.known
+    guessed = {name for name, flag in known.items() if not flag.number.exact}
+    return not any(setting.names & guessed for setting in settings)
 
 
 def _condition(remedy: Remedy, patient: Patient) -> str:
@@ -53,8 +67,31 @@ def _points(lookup: Lookup) -> Lookup:
 def _prescription(remedy: Remedy, patient: Patient, condition: str | None) -> Prescription | None:
     """None where the server has none of the flags, or where nothing would change."""
     flags = patient.flags
+    wanted = _wanted(remedy, patient)
+    if wanted is None:
+        return None
+    refused = [reason for name in wanted if (reason := flags.unavailable(name))]
+    checked = rules.allowed({name: v for name, v in wanted.items() if not flags.unavailable(name)}, flags)
+    if checked is None:
+        return None
+    changes, notes = checked
+    if wanted and not changes and not remedy.do:
+        return None
+    if changes and all(_is_so(value, flags.value(name)) for name, value in changes.items()):
+        return None
+    used = {*remedy.needs.names, *changes}.union(
+        *(setting.names for setting in remedy.settings.values() if not isinstance(setting, str))
+    )
+    known = flags.known
+    uncertain = {n: known[n].origin for n in sorted(used & known.keys()) if not known[n].certain}
+    text = "; ".join(filter(None, [remedy.do, remedy.because, condition, *notes, *dict.fromkeys(refused)]))
+    changes, was = _as_typed(changes, {name: flags.value(name) for name in changes}, flags)
+    return Prescription(changes, was, _arguments(changes, flags), text, uncertain)
+
+
+def _wanted(remedy: Remedy, patient: Patient) -> dict[str, Any] | None:
+    """New flag values (None: drop the flag); None where one of them cannot be computed."""
     wanted: dict[str, Any] = dict.fromkeys(remedy.unset)
-    used = set(remedy.needs.names)
     for name, setting in remedy.settings.items():
         if isinstance(setting, str):
             wanted[name] = setting
@@ -62,20 +99,15 @@ def _prescription(remedy: Remedy, patient: Patient, condition: str | None) -> Pr
         number = setting.value(_points(patient.lookup))
         if not isinstance(number, Number) or not math.isfinite(number.point):
             return None
-        used |= setting.names | {name}
         wanted[name] = _rounded(name, number.point)
-    refused = [reason for name in wanted if (reason := flags.unavailable(name))]
-    changes = {name: value for name, value in wanted.items() if flags.unavailable(name) is None}
-    if wanted and not changes and not remedy.do:
-        return None
-    if changes and all(value is not None and value == flags.value(name) for name, value in changes.items()):
-        return None
-    was = {name: flags.value(name) for name in changes}
-    changes, was = _as_typed(changes, was, flags)
-    known = flags.known
-    uncertain = {n: known[n].origin for n in sorted(used & known.keys()) if not known[n].certain}
-    text = "; ".join(filter(None, [remedy.do, remedy.because, condition, *dict.fromkeys(refused)]))
-    return Prescription(changes, was, _arguments(changes, flags), text, uncertain)
+    return wanted
+
+
+def _is_so(wanted: Any, current: Any) -> bool:
+    """Whether a flag has the wanted value already; fp8_e4m3 is an fp8."""
+    if isinstance(wanted, str):
+        return str(current).startswith(wanted)
+    return wanted is not None and wanted == current
 
 
 def _rounded(name: str, value: float) -> int | float | bool:
@@ -107,4 +139,4 @@ def _arguments(changes: Mapping[str, Any], flags: Flags) -> str:
     dropped = [
         f"drop --{flags.spelled(n).replace('_', '-')}" for n, value in changes.items() if value is None
     ]
-    return ", ".join(filter(None, [" ".join(render(kept)), *dropped]))
+    return ", ".join(filter(None, [shlex.join(render(kept)), *dropped]))

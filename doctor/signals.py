@@ -201,10 +201,27 @@ SIGNALS: dict[str, Signal] = {
         _signal("itl_p90", "s", "P90 inter-token latency", Quantile(0.9, "itl")),
         _signal("itl_p99", "s", "P99 inter-token latency", Quantile(0.99, "itl")),
         _signal("itl_mean", "s", "mean inter-token latency", Mean("itl")),
+        _signal(
+            "itl_above_slo",
+            "share",
+            "share of gaps between tokens longer than the ITL SLO (its next bucket bound up)",
+            Above("itl", "slo_itl_p99"),
+        ),
         _signal("tpot_p50", "s", "median time per output token of a request", Quantile(0.5, "tpot")),
         _signal("tpot_mean", "s", "mean time per output token of a request", Mean("tpot")),
         _signal("e2e_mean", "s", "mean end-to-end latency", Mean("e2e")),
         _signal("queue_time_mean", "s", "mean wait before the first scheduling", Mean("queue_time")),
+        # By Little's law the seconds of waiting a second are the requests that wait: what gauges miss
+        # between two scrapes is in here, though only once a request has finished.
+        _signal(
+            "queueing_mean",
+            "requests",
+            "requests that wait at once (queue seconds a second)",
+            HistogramSum("queue_time", "rate"),
+        ),
+        _signal(
+            "queued_share", "share", "share of the finished that waited over 0.3 s", Above("queue_time", 0.3)
+        ),
         _signal("prefill_time_mean", "s", "mean time in prefill", Mean("prefill_time")),
         _signal("decode_time_mean", "s", "mean time in decode", Mean("decode_time")),
         _signal(
@@ -216,6 +233,7 @@ SIGNALS: dict[str, Signal] = {
         # Traffic
         _signal("first_tokens", "count", "requests that got a first token", Count("ttft")),
         _signal("finished", "count", "requests that finished", OverTime("finished", "increase")),
+        _signal("generated", "tokens", "output tokens", OverTime("generation_tokens", "increase")),
         _signal("prompt_rate", "tokens/s", "prompt tokens a second", OverTime("prompt_tokens", "rate")),
         _signal(
             "generation_rate", "tokens/s", "output tokens a second", OverTime("generation_tokens", "rate")
@@ -223,8 +241,27 @@ SIGNALS: dict[str, Signal] = {
         _signal("restarts", "count", "counter resets", OverTime("generation_tokens", "resets")),
         _signal("prompt_tokens_p50", "tokens", "median prompt length", Quantile(0.5, "prompt_length")),
         _signal("prompt_tokens_mean", "tokens", "mean prompt length", Mean("prompt_length")),
+        _signal(
+            "prompt_tokens_max",
+            "tokens",
+            "bound of the longest prompts' bucket",
+            Quantile(1, "prompt_length"),
+        ),
         _signal("long_prompt_share", "share", "share of prompts above 1000", Above("prompt_length", 1000.0)),
+        _signal(
+            "iteration_tokens_max",
+            "tokens",
+            "bound of the largest steps' bucket; a prompt is booked whole where it ends",
+            Quantile(1, "iteration_tokens"),
+        ),
         # Tokens prefilled leave out what the prefix cache had; older versions tell only the prompt's length.
+        _signal(
+            "long_prefill_share",
+            "share",
+            "share of requests that prefilled more than 1000 tokens",
+            Above("prefill_length", 1000.0),
+            Above("prompt_length", 1000.0),
+        ),
         _signal(
             "prefill_tokens_p99",
             "tokens",

@@ -12,7 +12,7 @@ from synthetic_server import Server
 
 from doctor import catalog, flags
 from doctor.diagnose import diagnose
-from doctor.logfile import LogSource, parse_log, read_log
+from doctor.logfile import LogFacts, LogSource, parse_log, read_log
 from doctor.sources import Scrapes, SourceError
 
 V1_LOG = "\n".join(
@@ -119,7 +119,8 @@ def test_the_user_beats_the_log_and_the_log_beats_the_metrics() -> None:
     assert origin("max_num_seqs", given={"max_num_seqs": 7}, log=log) == (7, "given")
     assert origin("max_num_seqs", log=log) == (2, "log")
     assert origin("gpu_memory_utilization", log=log, cache_config=metrics) == (0.8, "metrics")
-    assert origin("max_num_seqs", given={}) == (256, "default")
+    assert origin("max_num_seqs", given={}) == (256, "guessed")
+    assert origin("long_prefill_token_threshold", given={}) == (0, "default")
     assert origin("max_num_seqs") == (256, "guessed")
     assert origin("num_speculative_tokens", log=log) == (5, "log")
 
@@ -135,7 +136,47 @@ def test_what_cache_config_info_gives_away() -> None:
     known = flags.resolve(None, None, labels, engine="vllm", version=None).known
     assert known["kv_cache_tokens"].value == 32 * 128  # one block is the null block
     assert known["max_model_len"].value == 4096
-    assert known["num_gpu_blocks_override"].origin == "guessed"
+    override = known["num_gpu_blocks_override"]
+    assert (override.value, override.origin) == (0, "metrics")
+
+
+CPU_METRICS = {"block_size": "128", "user_specified_block_size": "False"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "given", "seqs", "tokens"),
+    [
+        ("vllm", "cpu", {}, (128, "default"), (2048, "default")),
+        ("vllm", "cpu", {"tensor_parallel_size": 2}, (256, "default"), (4096, "default")),
+        ("vllm", "cpu", {"max_num_batched_tokens": 16}, (16, "default"), (16, "given")),
+        ("vllm", "cpu", {"max_num_seqs": 4}, (4, "given"), (2048, "default")),
+        ("vllm", "cuda", {}, (256, "guessed"), (2048, "guessed")),
+        ("vllm", None, {}, (256, "guessed"), (2048, "guessed")),
+        ("vllm", None, {"max_num_batched_tokens": 100}, (100, "guessed"), (100, "given")),
+        ("vtune", None, {}, (128, "default"), (2048, "default")),
+    ],
+)
+def test_a_default_is_the_platforms_or_a_guess(
+    engine: Any, device: str | None, given: dict[str, Any], seqs: tuple[int, str], tokens: tuple[int, str]
+) -> None:
+    log = LogFacts(complete=True, version="0.32.0", device=device)
+    known = flags.resolve(given, log, None, engine=engine, version=None).known
+    assert (known["max_num_seqs"].value, known["max_num_seqs"].origin) == seqs
+    assert (known["max_num_batched_tokens"].value, known["max_num_batched_tokens"].origin) == tokens
+
+
+def test_metrics_that_look_like_a_cpu_shift_the_guess_and_no_more() -> None:
+    known = flags.resolve({}, None, CPU_METRICS, engine="vllm", version="0.32.0").known
+    assert (known["max_num_seqs"].value, known["max_num_seqs"].origin) == (128, "guessed")
+    assert known["max_num_seqs"].number.high >= 1024
+    old = LogFacts(complete=True, version="0.9.1", device="cpu")
+    assert flags.resolve({}, old, None, engine="vllm", version=None).known["max_num_seqs"].origin == "guessed"
+
+
+def test_a_budget_without_chunked_prefill_holds_a_whole_prompt() -> None:
+    given = {"enable_chunked_prefill": False, "max_model_len": 8192}
+    tokens = flags.resolve(given, None, None, engine="vllm", version=None).known["max_num_batched_tokens"]
+    assert (tokens.value, tokens.number.low) == (8192, 8192)
 
 
 SPIKES = replace(
