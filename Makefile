@@ -34,7 +34,7 @@ check: setup  ## Formatter, linter, types, import contracts, links, documented c
 	$(BIN)/pytest tests/project
 
 test: model check  ## Every check and every test
-	$(BIN)/pytest --ignore=tests/project
+	$(BIN)/pytest --ignore=tests/project -n 2 --dist loadfile
 
 format:  ## Format and fix what can be fixed
 	$(BIN)/ruff format .

@@ -57,6 +57,7 @@ def test_a_watch_cut_short_at_once_has_nothing_to_judge() -> None:
         ("http://", "not an http"),
         ("http:///metrics", "not an http"),
     ],
+    ids=["nobody listens", "another scheme", "no host", "only a path"],
 )
 def test_an_address_of_no_use_is_refused_in_words(url: str, complaint: str) -> None:
     with pytest.raises(SourceError, match=complaint):
