@@ -11,6 +11,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from loadgen import typed
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -77,6 +79,10 @@ class RequestRecord:
     max_tokens: int = 0
     retried: bool = False
     """Sent again because the server had closed the kept-alive connection."""
+
+    def __post_init__(self) -> None:
+        if len(self.chunk_at) != len(self.chunk_tokens):
+            raise ValueError(f"{len(self.chunk_at)} chunks, but {len(self.chunk_tokens)} counts of tokens")
 
     @property
     def ok(self) -> bool:
@@ -191,7 +197,7 @@ class Records:
             raise RecordsError(
                 f"{path}: {error.strerror}; give a file written by `vtune bench run`"
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RecordsError(f"{path}: not JSON ({error})") from None
         return cls.from_json(data, str(path))
 
@@ -202,36 +208,14 @@ class Records:
         if schema != SCHEMA:
             raise RecordsError(f"{where}: schema is {schema!r}, this version reads {SCHEMA!r}; measure again")
         try:
-            values = {f.name: data[f.name] for f in fields(cls) if f.name not in ("requests", "client")}
-            values |= {
-                "requests": tuple(_request_from_json(item) for item in data["requests"]),
-                "client": ClientStats(**(data["client"] | {"stalls": _pairs(data["client"]["stalls"])})),
-                "window": _pairs([data["window"]])[0],
-                "warmup_failures": tuple(data["warmup_failures"]),
-                "reasons": tuple(data["reasons"]),
-                "scrapes": _pairs(data["scrapes"]),
-            }
-            return cls(**values)
-        except (KeyError, TypeError, ValueError) as error:
-            raise RecordsError(f"{where}: damaged ({type(error).__name__}: {error}); measure again") from None
-
-
-def _pairs(items: Iterable[Sequence[Any]]) -> tuple[tuple[Any, Any], ...]:
-    return tuple((first, second) for first, second in items)
+            return typed.from_json(cls, {name: data[name] for name in data if name != "schema"}, "the run")
+        except ValueError as error:
+            raise RecordsError(f"{where}: damaged ({error}); measure again") from None
 
 
 def _request_json(record: RequestRecord) -> dict[str, Any]:
     """Without the fields that hold their default: a run has thousands of these."""
     return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
-
-
-def _request_from_json(item: Mapping[str, Any]) -> RequestRecord:
-    values = dict(item)
-    for name in ("chunk_at", "chunk_tokens"):
-        values[name] = tuple(values.get(name, ()))
-    if values.get("failure") is not None:
-        values["failure"] = Failure(values["failure"])
-    return RequestRecord(**values)
 
 
 def write_atomically(path: Path, parts: Iterable[str]) -> None:

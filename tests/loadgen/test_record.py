@@ -49,6 +49,7 @@ def test_a_line_a_request(tmp_path: Path) -> None:
         ("{}", "schema"),
         ('{"schema": "vtune.records/99"}', "vtune.records/99"),
         ('{"schema": "vtune.records/1"}', "damaged"),
+        ("[" * 100_000, "not JSON"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
@@ -94,3 +95,35 @@ def test_frame() -> None:
     assert frame.loc[3, "failure"] == "rate limited"
     assert bool(frame.loc[0, "in_window"])
     assert records([]).frame().empty
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("schedule_sha256", None, "the run.schedule_sha256 is None"),
+        ("planned", "x" * 100, "the run.planned is 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx..."),
+        ("partial", 1, "the run.partial is 1"),
+        ("window", [1.0], "the run.window has 1 items, not 2"),
+        ("environment", [5], "the run.environment is"),
+        ("client", {"loop": "x"}, "the run.client lacks"),
+        ("reasons", "because", "the run.reasons is 'because'"),
+        ("scrapes", [[1, 2]], "the run.scrapes is 2"),
+        ("surprise", 1, "the run has an unknown surprise"),
+        ("requests.cls", [], "the run.requests.cls is"),
+        ("requests.intended", True, "the run.requests.intended is True"),
+        ("requests.failure", "bad luck", "the run.requests.failure is 'bad luck'"),
+        ("requests.chunk_at", ["now"], "the run.requests.chunk_at is 'now'"),
+        ("requests.chunk_at", [1], r"1 chunks, but \d+ counts of tokens"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, field: str, value: object, words: str) -> None:
+    content = run().to_json()
+    outer, _, inner = field.partition(".")
+    if inner:
+        content[outer][0][inner] = value
+    else:
+        content[outer] = value
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(RecordsError, match=words):
+        Records.load(path)
