@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Times = NDArray[np.float64]
+MAX_REQUESTS = 10_000_000
+"""Planned ahead, every one of them."""
 
 
 class ArrivalError(ValueError):
@@ -47,20 +49,26 @@ class Arrival(ABC):
         """One line for the report."""
 
 
-def _check_extent(num_requests: int | None, duration: float | None) -> None:
+def _check_extent(num_requests: int | None, duration: float | None, rate: float = 0.0) -> None:
     if num_requests is None and duration is None:
         raise ArrivalError("neither a number of requests nor a duration is given: give one of them")
     if num_requests is not None and num_requests < 1:
         raise ArrivalError(f"the number of requests is {num_requests}: it must be at least 1")
     if duration is not None:
         _positive("the duration", duration)
+    expected = num_requests if num_requests is not None else rate * (duration or 0.0)
+    if expected > MAX_REQUESTS:
+        raise ArrivalError(
+            f"{expected:,.0f} requests are more than can be planned ahead ({MAX_REQUESTS:,}): lower the rate, "
+            "the duration or the number of requests"
+        )
 
 
 def _renewal(
     gaps: Callable[[int], Times], rate: float, num_requests: int | None, duration: float | None
 ) -> Times:
     """Cumulative sum of ``gaps(n)``, drawn in blocks until the extent is covered."""
-    _check_extent(num_requests, duration)
+    _check_extent(num_requests, duration, rate)
     if num_requests is not None:
         times = np.cumsum(gaps(num_requests))
         return times if duration is None else times[times < duration]
@@ -84,7 +92,7 @@ class Constant(Arrival):
     def times(
         self, rng: np.random.Generator, *, num_requests: int | None = None, duration: float | None = None
     ) -> Times:
-        _check_extent(num_requests, duration)
+        _check_extent(num_requests, duration, self.rate)
         within = math.inf if duration is None else math.ceil(duration * self.rate)
         count = int(min(within, math.inf if num_requests is None else num_requests))
         return np.arange(count, dtype=np.float64) / self.rate

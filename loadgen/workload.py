@@ -26,6 +26,9 @@ _FASTEST_STREAM = 500
 """Output tokens a second that no single stream of today's servers exceeds."""
 _MOST_PROMPT_TOKENS = 2_000_000
 """In one schedule whose length nobody asked for: some 75 MB."""
+MAX_PROMPT_TOKENS = 100_000_000
+"""In one schedule: some 4 GB."""
+MAX_VOCAB_SIZE = 10_000_000
 _DECK = 20
 _MIN_PROMPT = 16
 
@@ -137,6 +140,8 @@ class Workload:
             raise WorkloadError(f"workload {self.name} has no classes")
         if self.vocab_size < 8:
             raise WorkloadError(f"a vocabulary of {self.vocab_size} ids is too small to draw prompts from")
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise WorkloadError(f"a vocabulary of {self.vocab_size} ids: no model has so many")
 
     @property
     def description(self) -> str:
@@ -175,6 +180,7 @@ class Workload:
             )
         mode, cap = _mode(arrival, max_concurrency)
         num_warmup = len(self.classes) if warmup is None else warmup
+        self._check_size(len(times) + num_warmup)
         prompts = PromptSource(self.vocab_size, prompt_rng)
         mix = _deal(self.classes, len(times), mix_rng)
         requests = tuple(
@@ -197,6 +203,15 @@ class Workload:
             + f"; seed {seed}",
             seed=seed,
         )
+
+    def _check_size(self, num_requests: int) -> None:
+        total = sum(cls.weight for cls in self.classes)
+        tokens = num_requests * sum(cls.weight * cls.prompt.mean for cls in self.classes) / total
+        if tokens > MAX_PROMPT_TOKENS:
+            raise WorkloadError(
+                f"{num_requests:,} requests have some {tokens:,.0f} prompt tokens, more than the "
+                f"{MAX_PROMPT_TOKENS:,} that are planned at once; ask for fewer requests or a shorter run"
+            )
 
     def _enough(self, concurrency: int, duration: float) -> int:
         """Requests that a closed loop cannot use up in ``duration`` s, within reason.

@@ -115,6 +115,10 @@ def test_the_seed_decides_everything() -> None:
         lambda: draw(Poisson(1.0), count=0),
         lambda: Poisson(1.0).times(np.random.default_rng(0)),
         lambda: Poisson(1.0).times(np.random.default_rng(0), duration=-5.0),
+        lambda: draw(Poisson(1.0), count=10**12),
+        lambda: Poisson(1e3).times(np.random.default_rng(0), duration=1e9),
+        lambda: Constant(1e3).times(np.random.default_rng(0), duration=1e9),
+        lambda: ClosedLoop(1).times(np.random.default_rng(0), num_requests=10**12),
     ],
 )
 def test_bad_parameters_are_named(make: object) -> None:

@@ -174,6 +174,7 @@ def test_priorities_are_sent_only_on_request() -> None:
         ({"name": "mixed", "max_model_len": 8192, "scale": 1.0}, "exceed the context of 8192"),
         ({"name": "chat", "max_model_len": 8192, "scale": -1.0}, "positive"),
         ({"name": "chat", "max_model_len": 8192, "vocab_size": 3}, "vocabulary"),
+        ({"name": "chat", "max_model_len": 8192, "vocab_size": 10**11}, "no model has so many"),
     ],
 )
 def test_what_cannot_be_built_says_why(arguments: dict, words: str) -> None:
@@ -184,3 +185,9 @@ def test_what_cannot_be_built_says_why(arguments: dict, words: str) -> None:
 def test_a_schedule_without_a_request_is_refused() -> None:
     with pytest.raises(WorkloadError, match="gives no request"):
         preset("chat", max_model_len=2048).schedule(seed=0, arrival=Poisson(0.001), duration=0.5)
+
+
+@pytest.mark.parametrize("extent", [{"num_requests": 10_000_000}, {"num_requests": 1, "warmup": 10_000_000}])
+def test_a_schedule_that_would_not_fit_into_memory_is_refused(extent: dict) -> None:
+    with pytest.raises(WorkloadError, match=r"more than the 100,000,000 that are planned at once"):
+        preset("chat", max_model_len=8192).schedule(seed=0, arrival=Poisson(1.0), **extent)
