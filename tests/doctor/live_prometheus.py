@@ -92,6 +92,17 @@ def load_recording(recording: Recording, directory: Path, labels: dict[str, str]
     )
 
 
+def await_first_scrape(url: str, target: str) -> None:
+    """Return when ``target`` has been scraped: a new Prometheus takes seconds to look at its targets."""
+    for _ in range(300):
+        with urllib.request.urlopen(f"{url}/api/v1/query?query=up", timeout=5) as answer:
+            results = json.load(answer)["data"]["result"]
+        if any(found["metric"]["instance"] == target and found["value"][1] == "1" for found in results):
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"prometheus did not scrape {target}")
+
+
 def _await_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
     for _ in range(300):
         if process.poll() is not None:

@@ -77,7 +77,7 @@ def test_a_live_prometheus_over_two_servers(tmp_path: Path) -> None:
     with (
         serve(Exporter(pages[0])) as sick,
         serve(Exporter(pages[1])) as well,
-        prometheus(tmp_path, [sick.address, well.address]) as url,
+        prometheus(tmp_path, [sick.address, well.address], interval="250ms") as url,
     ):
         while min(sick.served, well.served) < 6:
             time.sleep(0.2)
