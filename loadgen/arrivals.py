@@ -59,8 +59,8 @@ def _check_extent(num_requests: int | None, duration: float | None, rate: float 
     expected = num_requests if num_requests is not None else rate * (duration or 0.0)
     if expected > MAX_REQUESTS:
         raise ArrivalError(
-            f"{expected:,.0f} requests are more than can be planned ahead ({MAX_REQUESTS:,}): lower the rate, "
-            "the duration or the number of requests"
+            f"{expected:,.0f} requests are more than can be planned ahead ({MAX_REQUESTS:,}): lower the "
+            "rate, the duration or the number of requests"
         )
 
 
