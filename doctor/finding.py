@@ -94,7 +94,11 @@ class Diagnosis:
         return max(found, key=SEVERITIES.index) if found else None
 
     def to_json(self) -> dict[str, Any]:
-        """The documented JSON form (``schema``)."""
+        """The documented JSON form (``schema``); null stands for what is not finite."""
+        found: dict[str, Any] = _finite(self._fields())
+        return found
+
+    def _fields(self) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
             "source": self.source,
@@ -102,7 +106,7 @@ class Diagnosis:
             "window_seconds": round(self.window_s, 3),
             "slo": {
                 name: {
-                    "seconds": value if math.isfinite(value) else None,
+                    "seconds": value,
                     "from": self.slo.given.get(name, "default"),
                 }
                 for name, value in self.slo.values.items()
@@ -122,6 +126,15 @@ class Diagnosis:
             "not_judged": list(NOT_JUDGED),
             "notes": list(self.notes),
         }
+
+
+def _finite(value: Any) -> Any:
+    """``value`` with null for every number that JSON cannot write."""
+    if isinstance(value, dict):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _finding_json(finding: Finding) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from urllib.parse import urlsplit
 
 from loadgen.wire import Endpoint
 
+MAX_ANSWER = 1 << 24
+"""Bytes that are read of an answer."""
+
 
 class Unreachable(ConnectionError):
     """The server cannot be used; the message says what was tried, what happened and what to do."""
@@ -92,10 +95,10 @@ def probe(url: Url, *, api_key: str | None = None, verify: bool = True, timeout:
     try:
         first = json.loads(body)["data"][0]
         model, length = str(first["id"]), first.get("max_model_len")
-    except (ValueError, LookupError, TypeError, AttributeError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise Unreachable(f"{url}: /v1/models lists no model; is this an OpenAI-compatible server?") from None
     return ServerInfo(
-        model, length if isinstance(length, int) else None, _version(url, api_key, verify, timeout)
+        model, length if type(length) is int and length > 0 else None, _version(url, api_key, verify, timeout)
     )
 
 
@@ -103,7 +106,7 @@ def _version(url: Url, api_key: str | None, verify: bool, timeout: float) -> str
     try:
         status, body = _get(url, "/version", api_key, verify, timeout)
         answer = json.loads(body) if status == 200 else None
-    except (Unreachable, ValueError):
+    except (Unreachable, ValueError, RecursionError):
         return None
     return str(answer["version"]) if isinstance(answer, dict) and "version" in answer else None
 
@@ -114,7 +117,7 @@ def _get(url: Url, path: str, api_key: str | None, verify: bool, timeout: float)
     try:
         connection.request("GET", url.prefix + path, headers=dict(headers))
         response = connection.getresponse()
-        return response.status, response.read()
+        return response.status, response.read(MAX_ANSWER)
     except ssl.SSLError as error:
         raise Unreachable(f"{url}: TLS: {error.reason or error}; http instead of https?") from None
     except TimeoutError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import random
 import re
 from collections.abc import Callable, Mapping
@@ -254,6 +255,9 @@ def test_values_that_do_not_move_are_no_traffic() -> None:
     assert not diagnosis.idle  # eight requests are running; they only got no token
 
 
-def test_negative_and_huge_figures_are_survived() -> None:
-    odd = Server(running=-3, waiting=1e300, kv=50, counters={"finished": 1e18})
-    assert diagnose(Scrapes(odd.scrapes()), {}).to_json()
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.parametrize("waiting", [1e300, 1e308, -1e308, float("inf")])
+def test_negative_and_huge_figures_are_survived(waiting: float) -> None:
+    odd = Server(running=-3, waiting=waiting, kv=50, counters={"finished": 1e18})
+    assert json.dumps(diagnose(Scrapes(odd.scrapes()), {}).to_json(), allow_nan=False)
