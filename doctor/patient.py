@@ -112,9 +112,11 @@ def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
     if flags.known["max_num_seqs"].certain or len(found) < len(wanted):
         return flags
     most, usual, waiting, kv, decode, prefill = found
-    # Requests wait, the KV pool has room, slots are held by decoding, and running stays at its maximum: that
-    # maximum is the cap. A slot is empty for a step whenever a request finishes, hence half a slot less.
-    if waiting > 0.5 and kv < 0.9 and decode > prefill and usual > 0.8 * most - 0.5:
+    # Requests wait, the KV pool has room, and running stays at its maximum: that maximum is the cap. A slot
+    # is empty for a step whenever a request finishes, hence half a slot less. Two or three of them can also
+    # be what a small token budget admits; then they are held by prefill and not by decoding.
+    flat = usual > 0.9 * most if most >= 4 and decode <= prefill else usual > 0.8 * most - 0.5
+    if waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > prefill):
         return flags.with_flag(server_flags.inferred("max_num_seqs", most, most, most))
     return flags
 

@@ -139,11 +139,12 @@ SIGNALS: dict[str, Signal] = {
         _signal("running_delta", "requests", "change of running", OverTime("running", "delta")),
         _signal("running_slope", "1/s", "slope of running", OverTime("running", "deriv")),
         _signal("running_busy", "requests", "mean of running while any runs", MeanWhile("running", (_BUSY,))),
+        # A 0 beside a queue is stale: gauges change at the end of a step, which may take seconds.
         _signal(
             "running_when_waiting",
             "requests",
-            "mean of running while others wait",
-            MeanWhile("running", (_WAITING,)),
+            "mean of running while any runs and others wait",
+            MeanWhile("running", (_WAITING, _BUSY)),
         ),
         _signal("waiting_mean", "requests", "mean of waiting requests", OverTime("waiting", "avg")),
         _signal("waiting_max", "requests", "most requests waiting", OverTime("waiting", "max")),
