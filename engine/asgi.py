@@ -49,7 +49,8 @@ class BearerAuth:
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
-        self._expected = [f"Bearer {key}".encode() for key in api_keys]
+        # A key that is no UTF-8 is taken as the bytes that the command line held.
+        self._expected = [f"Bearer {key}".encode(errors="surrogateescape") for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith("/v1"):

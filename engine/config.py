@@ -9,6 +9,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 GIB = 1 << 30
+MAX_COUNT = (1 << 31) - 1
+"""Of tokens, sequences or blocks: kernels count in 32 bits."""
+MAX_BYTES = (1 << 63) - 1
 
 
 class ConfigError(ValueError):
@@ -122,6 +125,14 @@ class EngineConfig:
             value = getattr(self, flag)
             if value is not None and value < 1:
                 raise ConfigError(flag, value, "must be at least 1", "give a positive number")
+            if value is not None and value > (MAX_BYTES if flag == "device_memory" else MAX_COUNT):
+                raise ConfigError(flag, value, "is larger than any machine", "give a smaller number")
+        if not 0 <= self.seed <= MAX_BYTES:
+            raise ConfigError("seed", self.seed, f"must lie in [0, {MAX_BYTES}]", "e.g. 0")
+        if not _is_unicode(self.served_name):
+            raise ConfigError(
+                "served_model_name", ascii(self.served_name), "is not Unicode text", "give another name"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 "gpu_memory_utilization", self.gpu_memory_utilization, "must lie in (0, 1]", "e.g. 0.92"
@@ -167,3 +178,12 @@ class EngineConfig:
                 "the budget can never be used up",
                 stacklevel=2,
             )
+
+
+def _is_unicode(text: str) -> bool:
+    """False for a word of the command line that is no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -191,7 +192,18 @@ def _explain(error: Exception) -> tuple[bool, str]:
 
     if isinstance(error, ConfigError | FetchError | ModelError):
         return True, str(error)
+    if _is_out_of_memory(error):
+        return True, (
+            "this machine has not enough memory for the model with these flags. Lower --device-memory (or "
+            "--num-gpu-blocks-override), --max-num-batched-tokens or --max-num-seqs, or use a smaller model."
+        )
     return False, f"{type(error).__name__}: {error}"
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch says it in a RuntimeError of its own words."""
+    refused = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return refused or isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
 
 # ---------------------------------------------------------------- the parent

@@ -86,7 +86,20 @@ class ModelRunner:
         return self._workspace.nbytes + inputs + max(operations, sampling)
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the paged KV tensors of every layer, ``num_blocks`` blocks each (the null block included)."""
+        """Make the paged KV tensors of every layer, ``num_blocks`` blocks each (the null block included).
+
+        Raises ConfigError for more than the machine has: memory is taken only as it is written, too late.
+        """
+        wanted = self.weights_bytes + num_blocks * self.config.block_size * self.kv_bytes_per_token
+        if wanted > (memory := _machine_memory()):
+            config = self.config
+            flag = "device_memory" if config.num_gpu_blocks_override is None else "num_gpu_blocks_override"
+            raise ConfigError(
+                flag,
+                getattr(config, flag),
+                f"weights and KV cache take {wanted / GIB:,.1f} GiB, this machine has {memory / GIB:,.1f}",
+                f"lower --{flag.replace('_', '-')}",
+            )
         self._caches = [self._kernels.allocate_cache(num_blocks) for _ in range(self.model_config.num_layers)]
 
     @torch.inference_mode()
@@ -179,12 +192,15 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return length
 
 
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def _check_memory(model: ModelConfig, max_model_len: int, dtype: torch.dtype, path: Path) -> None:
     """Refuse what cannot be in memory, before trying brings the machine down. Raises ModelError."""
     tables = 4 * max_model_len * model.head_dim
     wanted = model.num_parameters * dtype.itemsize + tables
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if wanted > memory:
+    if wanted > (memory := _machine_memory()):
         raise ModelError(
             f"{path}: the weights take {wanted / GIB:,.0f} GiB in {str(dtype).removeprefix('torch.')}, "
             f"this machine has {memory / GIB:,.0f} GiB; serve a smaller model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -40,7 +41,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(text).strip())
     if match is None or match[2].lower() not in BYTES:
         raise typer.BadParameter(f"{text!r} is not a size; write e.g. 2GiB or 512MiB")
-    return int(float(match[1]) * BYTES[match[2].lower()])
+    size = float(match[1]) * BYTES[match[2].lower()]
+    if size == math.inf:
+        raise typer.BadParameter(f"{text[:40]!r}... is larger than any machine")
+    return int(size)
 
 
 def parse_count(text: str) -> int:

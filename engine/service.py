@@ -89,7 +89,8 @@ async def _serve(
         raise cannot_listen(host, port, error) from None
     engine_task = asyncio.create_task(frontend.run())
     http_task = asyncio.create_task(server.serve(sockets=[listener]))
-    logger.info(f"Starting vtune server on http://{host}:{port}")
+    shown = f"[{host}]" if ":" in host else host
+    logger.info(f"Starting vtune server on http://{shown}:{port}")
     await asyncio.wait((engine_task, http_task, stop), return_when=asyncio.FIRST_COMPLETED)
     if engine_task.done() and not stop.done():
         engine_task.result()  # a fault of ours on this side of the channel is raised, not waited out

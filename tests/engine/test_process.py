@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,16 @@ def test_a_config_that_does_not_fit_is_the_users_to_mend(model: Path) -> None:
             pass
 
     with pytest.raises(EngineStartError, match="--num-gpu-blocks-override 5") as caught:
+        asyncio.run(check())
+    assert caught.value.expected
+
+
+def test_too_little_memory_is_the_users_to_mend(model: Path) -> None:
+    async def check() -> None:
+        async with started(replace(config(model), max_num_batched_tokens=(1 << 31) - 1)):
+            pass
+
+    with pytest.raises(EngineStartError, match=r"not enough memory .* Lower --device-memory") as caught:
         asyncio.run(check())
     assert caught.value.expected
 

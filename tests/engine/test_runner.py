@@ -249,6 +249,18 @@ def test_a_context_longer_than_the_model_s_is_refused(tiny: Path) -> None:
         make_runner(tiny, max_model_len=1024)
 
 
+@pytest.mark.parametrize(
+    ("flags", "flag"),
+    [
+        ({"device_memory": 1 << 50}, "--device-memory 1125899906842624: "),
+        ({"num_gpu_blocks_override": 1 << 30}, "--num-gpu-blocks-override 1073741824: "),
+    ],
+)
+def test_more_kv_than_the_machine_has_memory_is_refused(tiny: Path, flags: dict, flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag + r"weights and KV cache take [\d,.]+ GiB, this machine has"):
+        make_runner(tiny, **flags).allocate(1 << 30)
+
+
 def test_max_model_len_of_the_model(tiny: Path) -> None:
     assert make_runner(tiny).max_model_len == 512
 

@@ -130,6 +130,14 @@ def test_every_flag_reaches_the_config(started: list[tuple[Any, ...]]) -> None:
         (["--speculative-config", '{"method": "eagle"}'], "method must be ngram"),
         (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization 2.0: must lie in (0, 1]"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
+        (
+            ["--max-num-batched-tokens", "3g"],
+            "--max-num-batched-tokens 3000000000: is larger than any machine",
+        ),
+        (["--device-memory", "9" * 400], "is larger than any machine"),
+        (["--device-memory", "99999999999GiB"], "is larger than any machine"),
+        (["--seed", "-1"], "--seed -1: must lie in [0, 9223372036854775807]"),
+        (["--served-model-name", "\udcff"], r"--served-model-name '\udcff': is not Unicode text"),
     ],
 )
 def test_refusals(started: list[tuple[Any, ...]], line: list[str], words: str) -> None:
