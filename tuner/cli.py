@@ -7,6 +7,9 @@ from typing import Annotated
 
 import typer
 
+MAX_SEED = (1 << 31) - 1
+"""The sampler adds to it, and numpy takes 32 bits."""
+
 
 def mount(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
@@ -71,7 +74,9 @@ def optimize(
         list[str] | None,
         typer.Option(help="Search this flag too: FLAG, or FLAG=A,B with its values. Repeatable."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the load and of the search. [0]")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=MAX_SEED, help="Of the load and of the search. [0]")
+    ] = None,
     study: Annotated[
         str | None, typer.Option(help="The study's name; an existing one is resumed. [made from the time]")
     ] = None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import re
 import shlex
 import sys
@@ -102,6 +103,8 @@ def run(options: Options) -> int:
 
 def _run(options: Options, console: Console) -> int:
     name = options.study or time.strftime("optimize-%Y%m%d-%H%M%S")
+    if not name.isprintable():  # nor are halves of surrogates, which stand for bytes that are no UTF-8
+        raise UsageError(f"--study {name!a}: not a printable name. Choose another.")
     out = options.out or RUNS / name
     url = options.storage or f"sqlite:///{out / 'study.db'}"
     job = new_job(options)  # before anything is created, so that a typing error leaves nothing behind
@@ -137,6 +140,9 @@ def new_job(options: Options) -> Job:
     command = parse_command(options.flags) if options.flags else ServerCommand("")
     target = options.target or "bundled"
     slo = parse_slo(options.slo or "itl")
+    for name, value in (("--rate", options.rate), ("--scale", options.scale)):
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{name} {value}: must be a positive number.")
     if options.rate is not None and options.concurrency is not None:
         raise UsageError("--rate and --concurrency: a load is either open or closed. Give one of them.")
     if slo.saturated and options.rate is not None:
@@ -176,6 +182,8 @@ def _check_flags(job: Job) -> None:
     for flag in ("max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization"):
         if not isinstance(baseline[flag], int | float):
             raise UsageError(f"--flags: {flag} is {baseline[flag]!r}, but must be a number to be tuned.")
+        if not 0 < baseline[flag] < math.inf:
+            raise UsageError(f"--flags: {flag} is {baseline[flag]!r}, but must be a positive number.")
 
 
 def resumed_job(record: optuna.Study, options: Options) -> Job:

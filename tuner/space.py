@@ -316,9 +316,21 @@ def _including(values: tuple[int, ...], value: int | None) -> tuple[Value, ...]:
 
 
 def _explicit(flag: str, values: tuple[Value, ...], baseline: Any) -> Axis:
+    """Raises SpaceError for values that are none, and for words where the baseline is a number."""
+    for value in values:
+        odd = not isinstance(value, str | int | float) or (
+            isinstance(value, float) and not math.isfinite(value)
+        )
+        if odd or (_is_number(baseline) and not _is_number(value)):
+            wanted = "a number" if _is_number(baseline) else "a number, a switch or a word"
+            raise SpaceError(f"--vary {flag}: {json.dumps(value)} is not {wanted}.")
     every = dict.fromkeys(values if baseline is None else (baseline, *values))
-    numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in every)
+    numeric = all(map(_is_number, every))
     return Axis(flag, tuple(sorted(every)) if numeric else tuple(every), ordered=numeric)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _flatten(config: Config) -> dict[str, Any]:
