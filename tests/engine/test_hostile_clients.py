@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving_kit import Server, make_model, serving
+from serving_kit import Server, make_model, serving, wait_until
 
 VOCABULARY = 120
 """Smaller than the tokenizer's: "y" and "z" are tokens that the model does not have."""
@@ -61,3 +66,66 @@ def test_long_inputs_are_converted_in_a_thread(server: Server) -> None:
     assert (tokens["count"], tokens["token_strs"][:3]) == (30_000, ["a", "b", "c"])
     text = post(server, "/detokenize", {"tokens": tokens["tokens"]}).json()["prompt"]
     assert text == "abc" * 10_000
+
+
+def wire(body: dict[str, Any]) -> bytes:
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n"
+    return head.encode() + content
+
+
+def hang_up(server: Server, seed: int) -> None:
+    """Send a request, or the beginning of one, read some of the answer or none, and go."""
+    chooser = random.Random(seed)
+    request = wire(
+        {
+            "prompt": "abc",
+            "max_tokens": 1500,
+            "ignore_eos": True,
+            "n": chooser.randint(1, 4),
+            "stream": chooser.random() < 0.5,
+        }
+    )
+    stage = seed % 4
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(request[: chooser.randrange(1, len(request))] if stage == 0 else request)
+        if stage == 2:
+            connection.settimeout(0.05)
+            with contextlib.suppress(TimeoutError):
+                connection.recv(5000)
+        if stage == 3:  # a reset instead of a farewell
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+
+
+def open_files(server: Server) -> int:
+    return len(list(Path(f"/proc/{server.process.pid}/fd").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
+def test_a_storm_of_hang_ups_leaves_nothing(server: Server) -> None:
+    gauges = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
+    assert post(server, "/v1/completions", {"prompt": "abc", "max_tokens": 1}).status_code == 200
+    before = open_files(server)
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda seed: hang_up(server, seed), range(200)))
+    server.wait_for(lambda metrics: all(metrics[gauge] == 0 for gauge in gauges), "everything is freed")
+    wait_until(lambda: open_files(server) <= before, "every connection is closed")
+    assert post(server, "/v1/completions", {"prompt": "abc", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n{}",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+    ids=["tls", "length", "chunk", "http2"],
+)
+def test_what_is_no_http_is_told_so(server: Server, data: bytes) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(data)
+        assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")
