@@ -128,8 +128,8 @@ def serve(
     speculative_config: Annotated[
         Any,
         _flag(
-            "Speculation as a JSON object: method (ngram), num_speculative_tokens, prompt_lookup_min, "
-            "prompt_lookup_max.",
+            "Speculation as a JSON object: method (ngram, suffix, draft_model, eagle), num_speculative_tokens, "
+            "model (of draft_model and eagle), disable_by_batch_size, and each method's own keys.",
             parser=parse_speculation,
             metavar="JSON",
         ),

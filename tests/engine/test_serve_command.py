@@ -127,7 +127,7 @@ def test_every_flag_reaches_the_config(started: list[tuple[Any, ...]]) -> None:
         (["one", "two"], "one MODEL is served, got one two"),
         (["--port", "70000"], "less than or equal to 65535"),
         (["--speculative-config", "{"], "not JSON"),
-        (["--speculative-config", '{"method": "eagle"}'], "method must be ngram"),
+        (["--speculative-config", '{"method": "medusa"}'], "method must be one of"),
         (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization 2.0: must lie in (0, 1]"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
         (
