@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.structured import Grammar
 
 
 class RequestStatus(Enum):
@@ -18,6 +24,41 @@ class RequestStatus(Enum):
     @property
     def finished(self) -> bool:
         return self.name.startswith("FINISHED")
+
+
+@dataclass(frozen=True)
+class StructuredOutputsParams:
+    """What the output must look like: exactly one of the five kinds. vLLM's names.
+
+    Hashable, so that equal ones share a compiled grammar. Raises ValueError.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    """A JSON schema, as text or as the object itself; kept as text."""
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    """Lark or GBNF."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    disable_any_whitespace: bool = False
+    """JSON without white space between its parts."""
+    whitespace_pattern: str | None = None
+    """A regex of the white space that may stand between the parts of JSON."""
+
+    def __post_init__(self) -> None:
+        kinds = [name for name in STRUCTURE_KINDS if getattr(self, name) not in (None, False)]
+        if len(kinds) != 1:
+            raise ValueError(f"give one of {', '.join(STRUCTURE_KINDS)}, not {' and '.join(kinds) or 'none'}")
+        if self.choice is not None:
+            if isinstance(self.choice, str) or not self.choice:
+                raise ValueError("choice must be a list of at least one string")
+            object.__setattr__(self, "choice", tuple(self.choice))
+        if self.json is not None and not isinstance(self.json, str):
+            object.__setattr__(self, "json", json.dumps(self.json))
+
+
+STRUCTURE_KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 @dataclass(frozen=True)
@@ -41,6 +82,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     """How many top alternatives to report beside each token's own logprob; None: none."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The output is bound to this form, and ends when the form says so: whatever ``min_tokens`` and
+    ``ignore_eos`` ask for."""
 
     @property
     def greedy(self) -> bool:
@@ -77,6 +121,8 @@ class Request:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     """Prefix-hit tokens at the first admission."""
+    grammar: Grammar | None = None
+    """What its ``structured_outputs`` were compiled to, once they are. It outlives a preemption."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:
