@@ -67,7 +67,8 @@ class Workspace:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    input_norm: torch.Tensor
+    input_norm: torch.Tensor | None
+    """None: attention sees the residual stream as it is (the first layer of an EAGLE head)."""
     qkv: Linear
     o: Linear
     post_norm: torch.Tensor
@@ -77,7 +78,8 @@ class DecoderLayer:
     @property
     def nbytes(self) -> int:
         linears = (self.qkv, self.o, self.gate_up, self.down)
-        return self.input_norm.nbytes + self.post_norm.nbytes + sum(linear.nbytes for linear in linears)
+        norm = 0 if self.input_norm is None else self.input_norm.nbytes
+        return norm + self.post_norm.nbytes + sum(linear.nbytes for linear in linears)
 
 
 class Decoder:
@@ -104,15 +106,22 @@ class Decoder:
         self, token_ids: torch.Tensor, batch: Batch, caches: list[Any], workspace: Workspace
     ) -> torch.Tensor:
         """The residual stream after the last layer, [T, hidden]: a view of the workspace."""
-        tokens, kernels, eps = len(token_ids), self.kernels, self.config.rms_norm_eps
+        torch.index_select(self.embedding, 0, token_ids, out=workspace.hidden[: len(token_ids)])
+        return self.layers_forward(batch, caches, workspace)
+
+    def layers_forward(self, batch: Batch, caches: list[Any], workspace: Workspace) -> torch.Tensor:
+        """``forward`` from what the workspace's residual stream holds already, whatever it was made of."""
+        tokens, kernels, eps = batch.num_tokens, self.kernels, self.config.rms_norm_eps
         hidden, normed = workspace.hidden[:tokens], workspace.normed[:tokens]
         qkv, attended = workspace.qkv[:tokens], workspace.attended[:tokens]
         gate_up, activated = workspace.gate_up[:tokens], workspace.activated[:tokens]
         step = kernels.begin(batch)
-        torch.index_select(self.embedding, 0, token_ids, out=hidden)
         for layer, cache in zip(self.layers, caches, strict=True):
-            kernels.rms_norm(hidden, layer.input_norm, eps, normed)
-            kernels.linear(normed, layer.qkv, qkv)
+            if layer.input_norm is None:
+                kernels.linear(hidden, layer.qkv, qkv)
+            else:
+                kernels.rms_norm(hidden, layer.input_norm, eps, normed)
+                kernels.linear(normed, layer.qkv, qkv)
             kernels.rope_and_store(qkv, cache, step)
             kernels.attention(qkv, cache, step, attended)
             kernels.linear_add(attended, layer.o, hidden)
@@ -157,7 +166,7 @@ def load_decoder(
     if missing:
         raise TensorError(f"the checkpoint lacks {len(missing)} tensors, first {missing[0]}")
     prefixes = [f"model.layers.{index}." for index in range(config.num_layers)]
-    layers = [_load_layer(config, kernels, pending, prefix) for prefix in prefixes]
+    layers = [load_layer(config, kernels, pending, prefix) for prefix in prefixes]
     # Clones, since a tensor that is a view of the mapped file would keep all of it in memory.
     embedding = pending.pop("model.embed_tokens.weight").clone()
     head = embedding if config.tie_word_embeddings else pending.pop("lm_head.weight")
@@ -165,7 +174,7 @@ def load_decoder(
     return Decoder(config, kernels, embedding, layers, norm, kernels.pack(head))
 
 
-def _load_layer(
+def load_layer(
     config: ModelConfig, kernels: Kernels, pending: dict[str, torch.Tensor], prefix: str
 ) -> DecoderLayer:
     def fuse(*names: str) -> Linear:
@@ -174,8 +183,9 @@ def _load_layer(
         bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
         return kernels.pack(weight, bias)
 
+    first = pending.pop(prefix + "input_layernorm.weight", None)
     return DecoderLayer(
-        input_norm=pending.pop(prefix + "input_layernorm.weight").clone(),
+        input_norm=None if first is None else first.clone(),
         qkv=fuse("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         o=fuse("self_attn.o_proj"),
         post_norm=pending.pop(prefix + "post_attention_layernorm.weight").clone(),
