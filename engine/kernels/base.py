@@ -8,20 +8,34 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
+
+from engine.kernels.kv_format import AUTO, KVFormat
 
 Int32 = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What is the same for every attention layer. Sizes in elements; ``block_size`` in tokens."""
+    """What is the same for every attention layer, and the kinds of layers that there are.
+
+    Sizes in elements; ``block_size`` and windows in tokens.
+    """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     block_size: int
     scale: float
+    windows: tuple[int | None, ...] = (None,)
+    """Of each kind of layer: how many tokens a query sees, itself included; None: all before it.
+
+    Kinds may also differ by their rotary tables: kernels are made with cos and sin, fp32, each
+    [kinds, max_model_len, head_dim / 2]."""
+    softcap: float | None = None
+    """Scores become ``softcap * tanh(score / softcap)`` before the softmax (Gemma 2)."""
+    kv_format: KVFormat = AUTO
 
     @property
     def query_size(self) -> int:
@@ -35,6 +49,16 @@ class AttentionShape:
     def group(self) -> int:
         """Query heads that share one KV head (GQA)."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is what every set of kernels must be able to do: one kind of layer that sees everything,
+        no soft cap, keys and values stored as they are computed."""
+        return self.windows == (None,) and self.softcap is None and self.kv_format == AUTO
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Of one token in one layer, scales included."""
+        return 2 * self.num_kv_heads * self.kv_format.bytes_per_head(self.head_dim, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +98,9 @@ class Kernels(ABC):
 
     Shapes: T tokens, H heads, G KV heads, D head dimension. ``qkv`` rows are [q (H*D) | k (G*D) | v (G*D)],
     ``gate_up`` rows [gate | up].
+
+    A device must have the abstract operations, for a plain :class:`AttentionShape`. The others, which only
+    some models need, work with torch on any device, and may be overridden where they matter.
     """
 
     shape: AttentionShape
@@ -93,15 +120,40 @@ class Kernels(ABC):
 
     @abstractmethod
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
-        """``out = x / sqrt(mean(x^2) + eps) * weight``, statistics in fp32."""
+        """``out = x / sqrt(mean(x^2) + eps) * weight``, statistics in fp32. ``out`` may be ``x``."""
+
+    def pack_norm(self, weight: torch.Tensor, offset: float) -> torch.Tensor:
+        """``weight + offset`` as ``rms_norm`` takes it; a copy, so that the weight may be freed."""
+        return (weight.float() + offset).to(self.dtype)
+
+    def norm_heads(
+        self, qkv: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float
+    ) -> None:
+        """RMSNorm of each head of q and of k, in place; weights [D], as ``pack_norm`` gives them."""
+        sizes = [self.shape.query_size, self.shape.kv_size, self.shape.kv_size]
+        for part, weight in zip(qkv.split(sizes, dim=-1), (q_weight, k_weight), strict=False):
+            heads = part.unflatten(-1, (-1, self.shape.head_dim))
+            wide = heads.float()
+            wide *= torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+            heads.copy_(wide.to(weight.dtype) * weight)
 
     @abstractmethod
     def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         """``out[T, I] = silu(gate) * up``."""
 
+    def gelu_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
+        """``out[T, I] = gelu(gate) * up``, gelu by its approximation with tanh."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        torch.mul(F.gelu(gate, approximate="tanh"), up, out=out)
+
     @abstractmethod
-    def allocate_cache(self, num_blocks: int) -> Any:
-        """One layer's paged keys and values, zeroed; the layout is the device's own."""
+    def allocate_cache(self, num_blocks: int, kind: int = 0) -> Any:
+        """The paged keys and values, zeroed, of a layer of the given kind, which it remembers.
+
+        The layout is the device's own. That of cpu.py, for whoever reads it: keys, and values, are
+        [blocks, KV heads, block_size, head_dim] in the format's storage type, and beside them, where the
+        format has scales, fp32 [blocks, KV heads, block_size].
+        """
 
     @abstractmethod
     def begin(self, batch: Batch) -> Any:
@@ -109,11 +161,17 @@ class Kernels(ABC):
 
     @abstractmethod
     def rope_and_store(self, qkv: torch.Tensor, cache: Any, step: Any) -> None:
-        """Rotate q in place; rotate k and write it, with v, to each token's slot. Leaves k undefined."""
+        """Rotate q in place; rotate k and write it, with v, to each token's slot. Leaves k undefined.
+
+        Rotary tables are those of the cache's kind; k and v are stored in the shape's ``kv_format``.
+        """
 
     @abstractmethod
     def attention(self, qkv: torch.Tensor, cache: Any, step: Any, out: torch.Tensor) -> None:
-        """Causal attention of this step's queries over the cached keys: ``out[T, H*D]``."""
+        """Causal attention of this step's queries over the cached keys: ``out[T, H*D]``.
+
+        A query at position p sees keys from ``p - window + 1`` on, window being that of the cache's kind.
+        """
 
     @abstractmethod
     def scratch_bytes(self, max_tokens: int, max_sequences: int, max_model_len: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from engine.kernels.base import AttentionShape, Batch, Int32, Kernels, Linear
 
@@ -47,12 +48,45 @@ class PackedLinear(TorchLinear):
         return y
 
 
+class Paged:
+    """A layer's keys, or its values: ``[blocks, KV heads, block_size, head_dim]`` as stored, and scales."""
+
+    def __init__(self, shape: AttentionShape, dtype: torch.dtype, num_blocks: int) -> None:
+        self._format, self._dtype = shape.kv_format, dtype
+        slots = (num_blocks, shape.num_kv_heads, shape.block_size)
+        self.stored = torch.zeros((*slots, shape.head_dim), dtype=shape.kv_format.storage or dtype)
+        self.scales = torch.zeros(slots) if shape.kv_format.scaled else None
+
+    def write(self, x: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
+        """Put the rows of ``x`` [T, KV heads, head_dim] into their slots."""
+        stored, scales = self._format.quantize(x)
+        # Indexing on both sides of a slice puts the indexed dimension first: [T, KV heads, head_dim].
+        _bytes(self.stored)[blocks, :, offsets] = _bytes(stored)
+        if self.scales is not None and scales is not None:
+            self.scales[blocks, :, offsets] = scales
+
+    def gather(self, tables: torch.Tensor) -> torch.Tensor:
+        """What some block tables [S, W] hold: ``[S, KV heads, W * block_size, head_dim]``."""
+        flat = tables.flatten()
+        found = _bytes(self.stored).index_select(0, flat).view(self.stored.dtype)
+        if found.dtype != self._dtype:
+            scales = None if self.scales is None else self.scales.index_select(0, flat)
+            found = self._format.dequantize(found, scales, self._dtype)
+        return found.unflatten(0, tables.shape).transpose(1, 2).flatten(2, 3)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """fp8 numbers as bytes: torch indexes those."""
+    return x.view(torch.uint8) if x.is_floating_point() and x.itemsize == 1 else x
+
+
 @dataclass(frozen=True)
 class TorchCache:
-    """One layer's keys and values, each ``[blocks, KV heads, block_size, head_dim]``."""
+    """One layer's keys and values."""
 
-    keys: torch.Tensor
-    values: torch.Tensor
+    keys: Paged
+    values: Paged
+    kind: int
 
 
 @dataclass(frozen=True)
@@ -75,23 +109,30 @@ class _Prefill:
 
 
 @dataclass(frozen=True)
-class TorchStep:
+class _Kind:
+    """What layers of one kind share: rotary tables of the step's positions, and what its queries see."""
+
     cos: torch.Tensor
     sin: torch.Tensor
-    blocks: torch.Tensor
-    offsets: torch.Tensor
     decodes: list[_Decodes]
     prefills: list[_Prefill]
 
 
+@dataclass(frozen=True)
+class TorchStep:
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+    kinds: list[_Kind]
+
+
 class TorchKernels(Kernels):
-    """``cos`` and ``sin`` are the rotary tables, fp32, [max_model_len, head_dim / 2]."""
+    """``cos`` and ``sin`` are the rotary tables, fp32, [kinds of layers, max_model_len, head_dim / 2]."""
 
     def __init__(
         self, shape: AttentionShape, dtype: torch.dtype, cos: torch.Tensor, sin: torch.Tensor
     ) -> None:
         self.shape, self.dtype = shape, dtype
-        self._cos, self._sin = cos, sin
+        self._cos, self._sin = (table.view(-1, *table.shape[-2:]) for table in (cos, sin))
         self._can_pack = torch.backends.mkldnn.is_available() and dtype == torch.bfloat16
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -109,113 +150,149 @@ class TorchKernels(Kernels):
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         wide = x.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        torch.mul(weight, wide.to(self.dtype), out=out)
+        if weight.dtype == self.dtype:
+            torch.mul(weight, wide.to(self.dtype), out=out)
+        else:
+            out.copy_(wide * weight)
+
+    def pack_norm(self, weight: torch.Tensor, offset: float) -> torch.Tensor:
+        """With an offset in fp32: Gemma multiplies before it rounds, others round before they multiply."""
+        packed = weight.float() + offset
+        return packed if offset else packed.to(self.dtype)
 
     def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         gate, up = gate_up.chunk(2, dim=-1)
         torch.mul(F.silu(gate), up, out=out)
 
-    def allocate_cache(self, num_blocks: int) -> TorchCache:
-        shape = (num_blocks, self.shape.num_kv_heads, self.shape.block_size, self.shape.head_dim)
-        return TorchCache(torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+    def allocate_cache(self, num_blocks: int, kind: int = 0) -> TorchCache:
+        keys, values = (Paged(self.shape, self.dtype, num_blocks) for _ in range(2))
+        return TorchCache(keys, values, kind)
 
     def begin(self, batch: Batch) -> TorchStep:
         positions = torch.from_numpy(batch.positions).long()
         slots = torch.from_numpy(batch.slots).long()
         lengths = np.diff(batch.query_start)
+        single, several = np.flatnonzero(lengths == 1).astype(np.int32), np.flatnonzero(lengths > 1)
+        seen = {
+            window: (
+                self._decodes(batch, single, window),
+                [piece for s in several for piece in self._prefill(batch, int(s), window)],
+            )
+            for window in set(self.shape.windows)
+        }
         return TorchStep(
-            cos=self._cos[positions].unsqueeze(1),
-            sin=self._sin[positions].unsqueeze(1),
             blocks=slots // self.shape.block_size,
             offsets=slots % self.shape.block_size,
-            decodes=self._decodes(batch, np.flatnonzero(lengths == 1).astype(np.int32)),
-            prefills=[piece for s in np.flatnonzero(lengths > 1) for piece in self._prefill(batch, int(s))],
+            kinds=[
+                _Kind(self._cos[kind, positions, None], self._sin[kind, positions, None], *seen[window])
+                for kind, window in enumerate(self.shape.windows)
+            ],
         )
 
-    def _decodes(self, batch: Batch, sequences: Int32) -> list[_Decodes]:
+    def _decodes(self, batch: Batch, sequences: Int32, window: int | None) -> list[_Decodes]:
         """Group sequences of like length, so that little of a padded table is waste."""
-        widths = np.diff(batch.table_start)
-        order = sequences[np.argsort(-batch.context_lens[sequences], kind="stable")]
+        first = _first_key(batch.context_lens - 1, window) // self.shape.block_size
+        widths = np.diff(batch.table_start) - first
+        order = sequences[np.argsort(-widths[sequences], kind="stable")]
         block_bytes = 2 * self.shape.kv_size * self.shape.block_size * self.dtype.itemsize
         groups, start = [], 0
         while start < len(order):
             width = int(widths[order[start]])
             size = max(1, GATHER_BYTES // (width * block_bytes))
-            groups.append(self._decode_group(batch, order[start : start + size], width))
+            groups.append(self._decode_group(batch, order[start : start + size], first, width, window))
             start += size
         return groups
 
-    def _decode_group(self, batch: Batch, sequences: Int32, width: int) -> _Decodes:
+    def _decode_group(
+        self, batch: Batch, sequences: Int32, first: Int32, width: int, window: int | None
+    ) -> _Decodes:
+        """``first`` is, of every sequence of the batch, the first block that its query sees."""
         tables = np.zeros((len(sequences), width), dtype=np.int32)
         for row, s in enumerate(sequences):
-            table = batch.tables[batch.table_start[s] : batch.table_start[s + 1]]
+            table = batch.tables[batch.table_start[s] + first[s] : batch.table_start[s + 1]]
             tables[row, : len(table)] = table
-        columns = np.arange(width * self.shape.block_size)
-        mask = columns[None, :] < batch.context_lens[sequences][:, None]
+        start = first[sequences, None] * self.shape.block_size
+        keys = start + np.arange(width * self.shape.block_size)
+        mask = _visible(keys, batch.context_lens[sequences, None] - 1, window)
         return _Decodes(
             rows=torch.from_numpy(batch.query_start[sequences]).long(),
             tables=torch.from_numpy(tables),
             mask=torch.from_numpy(mask)[:, None, None, :],
         )
 
-    def _prefill(self, batch: Batch, s: int) -> list[_Prefill]:
+    def _prefill(self, batch: Batch, s: int, window: int | None) -> list[_Prefill]:
         first, last = int(batch.query_start[s]), int(batch.query_start[s + 1])
         table = batch.tables[batch.table_start[s] : batch.table_start[s + 1]]
-        pieces = []
+        size, pieces = self.shape.block_size, []
         for start in range(first, last, QUERY_CHUNK):
             end = min(start + QUERY_CHUNK, last)
             positions = batch.positions[start:end]
-            width = int(positions[-1]) // self.shape.block_size + 1
-            columns = np.arange(width * self.shape.block_size)
-            mask = torch.from_numpy(columns[None, :] <= positions[:, None])
+            low = int(_first_key(positions[:1], window)[0]) // size
+            high = int(positions[-1]) // size + 1
+            mask = torch.from_numpy(
+                _visible(np.arange(low * size, high * size, dtype=np.int32), positions[:, None], window)
+            )
             pieces.append(
-                _Prefill(start, end, torch.from_numpy(table[:width]), mask.repeat(self.shape.group, 1))
+                _Prefill(start, end, torch.from_numpy(table[low:high]), mask.repeat(self.shape.group, 1))
             )
         return pieces
 
     def rope_and_store(self, qkv: torch.Tensor, cache: TorchCache, step: TorchStep) -> None:
-        shape = self.shape
+        shape, kind = self.shape, step.kinds[cache.kind]
         q, k, v = qkv.split([shape.query_size, shape.kv_size, shape.kv_size], dim=-1)
-        q.copy_(self._rotate(q, step))
-        # Indexing on both sides of a slice puts the indexed dimension first: [T, KV heads, head_dim].
-        cache.keys[step.blocks, :, step.offsets] = self._rotate(k, step).unflatten(-1, (-1, shape.head_dim))
-        cache.values[step.blocks, :, step.offsets] = v.unflatten(-1, (-1, shape.head_dim))
+        q.copy_(self._rotate(q, kind))
+        for x, paged in ((self._rotate(k, kind), cache.keys), (v, cache.values)):
+            paged.write(x.unflatten(-1, (-1, shape.head_dim)), step.blocks, step.offsets)
 
-    def _rotate(self, x: torch.Tensor, step: TorchStep) -> torch.Tensor:
+    def _rotate(self, x: torch.Tensor, kind: _Kind) -> torch.Tensor:
         heads = x.unflatten(-1, (-1, self.shape.head_dim)).float()
         low, high = heads.chunk(2, dim=-1)
-        turned = torch.cat((low * step.cos - high * step.sin, high * step.cos + low * step.sin), dim=-1)
+        turned = torch.cat((low * kind.cos - high * kind.sin, high * kind.cos + low * kind.sin), dim=-1)
         return turned.flatten(1).to(self.dtype)
 
     def attention(self, qkv: torch.Tensor, cache: TorchCache, step: TorchStep, out: torch.Tensor) -> None:
-        shape = self.shape
+        shape, kind = self.shape, step.kinds[cache.kind]
         queries = qkv[:, : shape.query_size].unflatten(-1, (shape.num_kv_heads, shape.group, shape.head_dim))
-        for group in step.decodes:
-            keys, values = (self._gather(half, group.tables) for half in (cache.keys, cache.values))
-            found = F.scaled_dot_product_attention(
-                queries[group.rows], keys, values, attn_mask=group.mask, scale=shape.scale
-            )
-            out[group.rows] = found.flatten(1)
-        for piece in step.prefills:
-            keys, values = (self._gather(half, piece.table[None]) for half in (cache.keys, cache.values))
+        for group in kind.decodes:
+            out[group.rows] = self._attend(queries[group.rows], cache, group.tables, group.mask).flatten(1)
+        for piece in kind.prefills:
             # The heads of a group see the same keys, so they stand as further queries of their KV head.
             stacked = queries[piece.start : piece.end].permute(1, 2, 0, 3).flatten(1, 2)[None]
-            found = F.scaled_dot_product_attention(
-                stacked, keys, values, attn_mask=piece.mask, scale=shape.scale
-            )
+            found = self._attend(stacked, cache, piece.table[None], piece.mask)
             heads = found[0].unflatten(1, (shape.group, -1))
             out[piece.start : piece.end] = heads.permute(2, 0, 1, 3).flatten(1)
 
-    def _gather(self, half: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-        """Keys or values of some block tables [S, W]: ``[S, KV heads, W * block_size, head_dim]``."""
-        blocks = half.index_select(0, tables.flatten()).unflatten(0, tables.shape)
-        return blocks.transpose(1, 2).flatten(2, 3)
+    def _attend(
+        self, queries: torch.Tensor, cache: TorchCache, tables: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """Queries [S, KV heads, N, head_dim] over what tables [S, W] hold, as far as the mask lets them."""
+        keys, values = cache.keys.gather(tables), cache.values.gather(tables)
+        scale, cap = self.shape.scale, self.shape.softcap
+        if cap is None:
+            return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        scores = torch.matmul(queries, keys.transpose(-1, -2)).float().mul_(scale / cap).tanh_().mul_(cap)
+        weights = scores.masked_fill_(~mask, -torch.inf).softmax(-1)
+        return torch.matmul(weights.to(self.dtype), values)
 
     def scratch_bytes(self, max_tokens: int, max_sequences: int, max_model_len: int) -> int:
         """Of all steps of a layer, either the gathered context of attention or the copy of a product."""
         shape, size = self.shape, self.dtype.itemsize
         context = 2 * shape.kv_size * max_model_len * size
-        gathered = 2 * max(GATHER_BYTES, context)  # index_select, then the transposed copy
-        mask = shape.group * min(QUERY_CHUNK, max_tokens) * max_model_len
+        # As stored, unless that is in the computed type; dequantised; and the transposed copy.
+        copies = 2 if shape.kv_format.storage in (None, self.dtype) else 4
+        gathered = copies * max(GATHER_BYTES, context)
+        rows = shape.group * min(QUERY_CHUNK, max_tokens)
+        mask = rows * max_model_len
+        scores = 0 if shape.softcap is None else (4 + 4 + size) * shape.num_kv_heads * mask
         rotated = max_tokens * shape.query_size * (4 + 4 + size)
-        return max(gathered + mask, rotated)
+        return max(gathered + mask + scores, rotated)
+
+
+def _first_key(positions: Int32, window: int | None) -> Int32:
+    """The first key that a query at each position sees."""
+    return np.maximum(positions - ((1 << 30) if window is None else window - 1), 0)
+
+
+def _visible(keys: Int32, positions: Int32, window: int | None) -> NDArray[np.bool_]:
+    """Whether a query at each position sees each key."""
+    return (keys <= positions) & (keys >= _first_key(positions, window))

@@ -177,6 +177,10 @@ def supports(shape: AttentionShape, dtype: torch.dtype) -> None:
         raise NativeUnavailable("turned off by VTUNE_NATIVE=0")
     if dtype not in (torch.float32, torch.bfloat16):
         raise NativeUnavailable(f"no kernels for {dtype}")
+    if not shape.is_plain:
+        raise NativeUnavailable(
+            "none for sliding windows, several kinds of layers, soft caps or KV formats of their own"
+        )
     if shape.head_dim % (2 * LANES) or shape.head_dim > MAX_HEAD_DIM:
         raise NativeUnavailable(f"head_dim {shape.head_dim} is no multiple of {2 * LANES}, or too large")
     if shape.block_size % LANES:
@@ -244,7 +248,7 @@ class NativeKernels(Kernels):
     def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor) -> None:
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), *out.shape)
 
-    def allocate_cache(self, num_blocks: int) -> NativeCache:
+    def allocate_cache(self, num_blocks: int, kind: int = 0) -> NativeCache:
         shape = (num_blocks, self.shape.num_kv_heads, self.shape.block_size * self.shape.head_dim)
         return NativeCache(_zeros(shape, self.dtype), _zeros(shape, self.dtype))
 
