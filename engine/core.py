@@ -11,7 +11,10 @@ from engine.kv_cache import MemoryPlan, plan_memory
 from engine.request import Request, RequestStatus
 from engine.scheduler import UnifiedScheduler
 from engine.stats import StepObserver, StepStats
-from engine.step import StepOutput, StepPlan, StepResult
+from engine.step import AdmissionStop, StepOutput, StepPlan, StepResult
+
+GATE_SECONDS = 0.001
+"""How long to let others work when all that there is to do waits for them."""
 
 
 class Runner(Protocol):
@@ -93,4 +96,6 @@ class EngineCore:
         result = self.runner.execute(plan)
         output = self.scheduler.update(plan, result)
         self.stats = self.metrics.observe(plan, output, started_at)
+        if not plan.scheduled and plan.admission_stop is AdmissionStop.GATE:
+            time.sleep(GATE_SECONDS)
         return plan, output

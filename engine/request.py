@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.structured import Grammar
+    from engine.waiting import Gate
 
 
 class RequestStatus(Enum):
     WAITING = "waiting"
+    WAITING_FOR_GRAMMAR = "waiting for its grammar"
+    WAITING_FOR_REMOTE_KVS = "waiting for its KV"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    SWAPPED = "swapped"
+    """Preempted with its KV blocks in host memory (two-track scheduler)."""
     FINISHED_STOPPED = "stop"
     FINISHED_LENGTH = "length"
     FINISHED_ABORTED = "abort"
@@ -121,6 +126,8 @@ class Request:
     num_preemptions: int = 0
     num_cached_tokens: int = 0
     """Prefix-hit tokens at the first admission."""
+    gate: Gate | None = None
+    """What it waits for beside its turn; None: nothing. Set before it is added, cleared once it is open."""
     grammar: Grammar | None = None
     """What its ``structured_outputs`` were compiled to, once they are. It outlives a preemption."""
 

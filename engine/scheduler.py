@@ -16,13 +16,14 @@ from engine.request import Request, RequestStatus
 from engine.step import (
     PLACEHOLDER_TOKEN_ID,
     AdmissionStop,
+    Outputs,
     RequestOutput,
-    ScheduledRequest,
+    Rows,
     StepOutput,
     StepPlan,
     StepResult,
 )
-from engine.waiting import make_queue
+from engine.waiting import GateError, make_queue
 
 
 @dataclass
@@ -43,9 +44,14 @@ class _Step:
     budget: int
     threshold: int
     """``long_prefill_token_threshold`` where it applies in this step, else 0."""
-    scheduled: dict[str, ScheduledRequest] = field(default_factory=dict)
+    scheduled: Rows = field(default_factory=Rows)
     admitted: dict[str, int] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
+    failed: list[Request] = field(default_factory=list)
+    aside: list[Request] = field(default_factory=list)
+    """Requests that cannot be admitted in this step and keep nobody from it, in the order of the queue."""
+    aside_for: AdmissionStop | None = None
+    """Why the first of them is there."""
     any_running: bool = False
     """A request that was running before this step is scheduled in it."""
     any_mid_prefill: bool = False
@@ -103,6 +109,8 @@ class UnifiedScheduler:
         if request.sampling.max_tokens < 1:
             raise ValueError(f"{name}: max_tokens is {request.sampling.max_tokens}, must be at least 1")
         self._requests[request.request_id] = request
+        if request.gate is not None:
+            request.status = request.gate.status
         self.waiting.add(request)
 
     def abort(self, request_ids: Iterable[str]) -> list[Request]:
@@ -139,9 +147,11 @@ class UnifiedScheduler:
         )
         self._schedule_running(step)
         stop = AdmissionStop.PREEMPTION if step.preempted else self._schedule_waiting(step)
+        for request in reversed(step.aside):
+            self.waiting.put_back(request)
         plan = StepPlan(
             step=self._num_steps,
-            scheduled=tuple(step.scheduled.values()),
+            scheduled=step.scheduled,
             token_budget=self.config.max_num_batched_tokens,
             admitted_with_computed=step.admitted,
             preempted=tuple(request.request_id for request in step.preempted),
@@ -149,6 +159,7 @@ class UnifiedScheduler:
             num_waiting=len(self.waiting),
             free_blocks=self.kv.pool.num_free,
             admission_stop=stop if self.waiting else None,
+            failed=tuple(step.failed),
         )
         self._num_steps += 1
         return plan
@@ -203,9 +214,7 @@ class UnifiedScheduler:
     def _preempt(self, index: int, step: _Step) -> None:
         """Back to waiting, to be computed anew; what this step had given it goes back as well."""
         request = self.running.pop(index)
-        taken = step.scheduled.pop(request.request_id, None)
-        if taken is not None:
-            step.budget += taken.num_tokens
+        step.budget += step.scheduled.remove(request)
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
@@ -217,13 +226,16 @@ class UnifiedScheduler:
         step.preempted.append(request)
 
     def _schedule_waiting(self, step: _Step) -> AdmissionStop | None:
-        """Admit from the head of the queue until something stops it; nobody overtakes the head."""
+        """Admit from the head of the queue until something stops it; nobody overtakes the head, unless it
+        is set aside."""
         while self.waiting:
             if step.budget <= 0:
                 return AdmissionStop.BUDGET
             if len(self.running) >= self.config.max_num_seqs:
                 return AdmissionStop.SEQUENCES
             request = self.waiting.peek()
+            if not self._is_open(request, step):
+                continue
             hits = self.kv.lookup(request)
             computed = len(hits) * self.kv.block_size
             drafts: list[int] = []
@@ -243,7 +255,26 @@ class UnifiedScheduler:
                 return AdmissionStop.BLOCKS
             self._admit(step)
             self._take(request, num_tokens, drafts, step)
-        return None
+        return step.aside_for
+
+    def _is_open(self, request: Request, step: _Step) -> bool:
+        """Whether nothing but its turn keeps the head of the queue waiting; else it is out of the queue."""
+        if request.gate is None:
+            return True
+        try:
+            if request.gate.ready():
+                request.gate, request.status = None, RequestStatus.WAITING
+                return True
+            self._set_aside(AdmissionStop.GATE, step)
+        except GateError:
+            step.failed.append(self.waiting.pop())
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+        return False
+
+    def _set_aside(self, reason: AdmissionStop, step: _Step) -> None:
+        """Pass over the head of the queue in this step."""
+        step.aside.append(self.waiting.pop())
+        step.aside_for = step.aside_for or reason
 
     def _pads(self, request: Request, computed: int, step: _Step) -> bool:
         """Whether a request that lacks one token is admitted with placeholder drafts beside it.
@@ -279,9 +310,8 @@ class UnifiedScheduler:
         request.num_computed_tokens = start + num_tokens
         request.mid_prefill = beyond_own < 0
         step.budget -= num_tokens
-        step.scheduled[request.request_id] = ScheduledRequest(
-            request, start, num_tokens, tuple(drafts[: max(beyond_own, 0)]), beyond_own >= 0
-        )
+        drafts = drafts[: max(beyond_own, 0)]
+        step.scheduled.append(request, start, num_tokens, tuple(drafts), beyond_own >= 0)
 
     # ------------------------------------------------------------------ update
 
@@ -290,8 +320,8 @@ class UnifiedScheduler:
 
         Requests that were aborted since the plan was made are ignored.
         """
-        outputs: list[RequestOutput] = []
-        finished: list[Request] = []
+        outputs = Outputs.of(RequestOutput(request.request_id, (), request.status) for request in plan.failed)
+        finished = list(plan.failed)
         accepted_per_draft: list[tuple[int, int]] = []
         for item in plan.scheduled:
             request = item.request
@@ -357,7 +387,10 @@ class UnifiedScheduler:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed_tokens < self.max_model_len
         for request in waiting:
-            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            if request.gate is None:
+                assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            else:
+                assert request.status is request.gate.status
             assert not request.block_ids
             assert not request.spec_token_ids
             assert not request.mid_prefill
@@ -373,12 +406,12 @@ def _with_logprobs(output: RequestOutput, result: StepResult) -> RequestOutput:
 
 
 def _step_output(
-    outputs: list[RequestOutput], finished: list[Request], accepted_per_draft: list[tuple[int, int]]
+    outputs: Outputs, finished: list[Request], accepted_per_draft: list[tuple[int, int]]
 ) -> StepOutput:
     """The outputs with the sums over ``accepted_per_draft``: (drafts verified, accepted) per request."""
     longest = max((accepted for _, accepted in accepted_per_draft), default=0)
     return StepOutput(
-        outputs=tuple(outputs),
+        outputs=outputs,
         finished=tuple(finished),
         num_drafts=len(accepted_per_draft),
         num_draft_tokens=sum(drafts for drafts, _ in accepted_per_draft),

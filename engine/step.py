@@ -1,9 +1,17 @@
-"""The seam of schedulers and runners: ``schedule() -> StepPlan -> execute() -> StepResult -> update()``."""
+"""The seam of schedulers and runners: ``schedule() -> StepPlan -> execute() -> StepResult -> update()``.
+
+With a thousand requests, one object for each in every step costs more than to decide what they do. So the
+three collections that cross the seam may be columns: :class:`Rows`, :class:`OneEach` and :class:`Outputs` are
+an ordinary sequence, mapping and sequence, whose items are made when somebody asks for them. Who is in a
+hurry reads the columns.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple, overload
 
 from engine.request import Request, RequestStatus
 
@@ -20,10 +28,12 @@ class AdmissionStop(Enum):
     CHUNKING = "the prompt exceeds the budget left and chunked prefill is off"
     PADDING = "1 + num_speculative_tokens exceed the budget left"
     BLOCKS = "too few free blocks for the whole sequence"
+    GATE = "its grammar or its KV is not there yet"
+    BATCH = "the batch runs until its last member ends"
+    SWAPPED = "requests swapped out to host memory come first"
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """What one request does in one step: compute tokens ``[start, start + num_tokens)``.
 
     The last ``len(drafts)`` of them are draft tokens, which are not in ``request.token_ids`` yet; they are
@@ -39,12 +49,84 @@ class ScheduledRequest:
     """False while the request is mid-prefill after this step: it samples nothing."""
 
 
+@dataclass(slots=True, eq=False)
+class Rows(Sequence[ScheduledRequest]):
+    """Scheduled requests as columns: row i of each is one request's. What few of them have is sparse."""
+
+    requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    """``num_tokens`` of each."""
+    drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of the requests (by id) that have some."""
+    silent: set[str] = field(default_factory=set)
+    """Requests (by id) that emit nothing: they are mid-prefill after this step."""
+
+    @classmethod
+    def of(cls, items: Iterable[ScheduledRequest]) -> Rows:
+        """The columns of ``items``; of a Rows, itself."""
+        if isinstance(items, Rows):
+            return items
+        rows = cls()
+        for item in items:
+            rows.append(*item)
+        return rows
+
+    def append(
+        self, request: Request, start: int, num_tokens: int, drafts: tuple[int, ...] = (), emits: bool = True
+    ) -> None:
+        self.requests.append(request)
+        self.starts.append(start)
+        self.counts.append(num_tokens)
+        if drafts:
+            self.drafts[request.request_id] = drafts
+        if not emits:
+            self.silent.add(request.request_id)
+
+    def remove(self, request: Request) -> int:
+        """Take the row of ``request`` out, if it has one. Returns its ``num_tokens``, else 0."""
+        if request not in self.requests:
+            return 0
+        row = self.requests.index(request)
+        del self.requests[row], self.starts[row]
+        self.drafts.pop(request.request_id, None)
+        self.silent.discard(request.request_id)
+        return self.counts.pop(row)
+
+    @property
+    def emitting(self) -> list[Request]:
+        """Those that emit, in order."""
+        silent = self.silent
+        return [r for r in self.requests if r.request_id not in silent] if silent else self.requests
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    @overload
+    def __getitem__(self, index: int) -> ScheduledRequest: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ScheduledRequest, ...]: ...
+    def __getitem__(self, index: int | slice) -> ScheduledRequest | tuple[ScheduledRequest, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        request = self.requests[index]
+        name = request.request_id
+        drafts, emits = self.drafts.get(name, ()), name not in self.silent
+        return ScheduledRequest(request, self.starts[index], self.counts[index], drafts, emits)
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        if not self.drafts and not self.silent:
+            return map(ScheduledRequest, self.requests, self.starts, self.counts)
+        return map(self.__getitem__, range(len(self.requests)))
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the scheduler decided. ``scheduled`` is in order: running requests first, then the admitted."""
 
     step: int
-    scheduled: tuple[ScheduledRequest, ...]
+    scheduled: Sequence[ScheduledRequest]
+    """A :class:`Rows` where a :class:`~engine.scheduler.UnifiedScheduler` made it."""
     token_budget: int
     """The budget the step began with, in tokens."""
     admitted_with_computed: dict[str, int] = field(default_factory=dict)
@@ -56,10 +138,23 @@ class StepPlan:
     """Free blocks right after scheduling (cached blocks without references count as free)."""
     admission_stop: AdmissionStop | None = None
     """Why somebody still waits; None when nobody does."""
+    failed: tuple[Request, ...] = ()
+    """Requests whose gate will never open: ``update`` reports them."""
+    padding: tuple[int, ...] = ()
+    """Token slots computed for nobody, a sequence each: what static batching pads its members with."""
+    swap_out: tuple[tuple[int, int], ...] = ()
+    """KV blocks to copy before anything is computed: (on the device, on the host)."""
+    swap_in: tuple[tuple[int, int], ...] = ()
+    """KV blocks to copy back, before anything is computed: (on the host, on the device)."""
 
     @property
     def num_scheduled_tokens(self) -> int:
-        return sum(item.num_tokens for item in self.scheduled)
+        return sum(self.rows.counts)
+
+    @property
+    def rows(self) -> Rows:
+        """``scheduled`` as columns."""
+        return Rows.of(self.scheduled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +167,42 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class OneEach(Mapping[str, list[int]]):
+    """The tokens of requests that emit one each, as two columns in the order of the plan."""
+
+    __slots__ = ("_by_id", "requests", "token_ids")
+
+    def __init__(self, requests: Sequence[Request], token_ids: list[int]) -> None:
+        self.requests, self.token_ids = requests, token_ids
+        self._by_id: dict[str, int] | None = None
+
+    def __getitem__(self, request_id: str) -> list[int]:
+        if self._by_id is None:
+            self._by_id = {r.request_id: t for r, t in zip(self.requests, self.token_ids, strict=True)}
+        return [self._by_id[request_id]]
+
+    def __iter__(self) -> Iterator[str]:
+        return (request.request_id for request in self.requests)
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What the runner computed. A request that emits maps to at least one token (accepted drafts + 1)."""
 
-    tokens: dict[str, list[int]]
+    tokens: Mapping[str, list[int]]
+    """A :class:`OneEach` where nobody verified drafts spares the scheduler most of its update."""
     drafts: dict[str, list[int]] = field(default_factory=dict)
     """Drafts proposed for the NEXT step."""
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """New tokens of one request after ``update``; ``finish`` is set once, on its last output."""
 
     request_id: str
@@ -94,11 +213,63 @@ class RequestOutput:
     logprobs: tuple[TokenLogprobs, ...] = ()
 
 
+@dataclass(slots=True, eq=False)
+class Outputs(Sequence[RequestOutput]):
+    """Request outputs as columns: one token each and nothing else to tell, but for ``others``."""
+
+    request_ids: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    """The first token of each; what it is where ``others`` has the row does not matter."""
+    others: dict[int, RequestOutput] = field(default_factory=dict)
+    """Rows with several tokens, logprobs or a finish, in ascending order."""
+
+    @classmethod
+    def of(cls, items: Iterable[RequestOutput]) -> Outputs:
+        """The columns of ``items``; of an Outputs, itself."""
+        if isinstance(items, Outputs):
+            return items
+        outputs = cls()
+        for item in items:
+            outputs.append(item)
+        return outputs
+
+    def append(self, output: RequestOutput) -> None:
+        request_id, tokens, finish, _, logprobs = output
+        if finish is not None or len(tokens) != 1 or logprobs:
+            self.others[len(self.request_ids)] = output
+        self.request_ids.append(request_id)
+        self.token_ids.append(tokens[0] if tokens else PLACEHOLDER_TOKEN_ID)
+
+    @property
+    def num_tokens(self) -> int:
+        more = sum(len(output.token_ids) for output in self.others.values())
+        return len(self.request_ids) - len(self.others) + more
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> RequestOutput: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[RequestOutput, ...]: ...
+    def __getitem__(self, index: int | slice) -> RequestOutput | tuple[RequestOutput, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        row = range(len(self.request_ids))[index]
+        return self.others.get(row) or RequestOutput(self.request_ids[row], (self.token_ids[row],))
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        if not self.others:
+            return map(RequestOutput, self.request_ids, zip(self.token_ids))
+        return map(self.__getitem__, range(len(self.request_ids)))
+
+
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What ``update`` reports to the outside, and the counts the metrics are made of."""
 
-    outputs: tuple[RequestOutput, ...]
+    outputs: Sequence[RequestOutput]
+    """An :class:`Outputs` where a :class:`~engine.scheduler.UnifiedScheduler` made it."""
     finished: tuple[Request, ...] = ()
     num_drafts: int = 0
     """Requests that verified drafts in this step."""

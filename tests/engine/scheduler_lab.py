@@ -166,9 +166,14 @@ class Lab:
         if plan.preempted:
             assert not plan.admitted_with_computed
         assert (plan.admission_stop is None) == (plan.num_waiting == 0)
-        # nobody overtakes: the admitted are the head of the queue
+        self._check_admission(plan, waited)
+
+    def _check_admission(self, plan: StepPlan, waited: list[Request]) -> None:
+        """The admitted are the head of the queue: nobody overtakes anybody who was not set aside."""
+        aside = [request for request in waited if request.gate is not None or request in plan.failed]
+        turns = [request.request_id for request in waited if request not in aside]
         admitted = list(plan.admitted_with_computed)
-        assert admitted == [request.request_id for request in waited[: len(admitted)]]
+        assert admitted == turns[: len(admitted)]
 
 
 def shares(plan: StepPlan) -> dict[str, int]:
