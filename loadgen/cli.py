@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from loadgen.options import Load, seconds, with_load
+
 if TYPE_CHECKING:
-    from loadgen.arrivals import Arrival
     from loadgen.record import Records
     from loadgen.wire import Progress
     from loadgen.workload import Schedule
@@ -28,14 +29,6 @@ _PLAIN_EVERY = 10.0
 bench = typer.Typer(
     help="Load a server and measure what it does.", no_args_is_help=True, rich_markup_mode="rich"
 )
-
-
-class ArrivalKind(StrEnum):
-    """Names on the command line."""
-
-    POISSON = "poisson"
-    CONSTANT = "constant"
-    GAMMA = "gamma"
 
 
 class Format(StrEnum):
@@ -51,63 +44,11 @@ def mount(app: typer.Typer) -> None:
     app.add_typer(bench, name="bench")
 
 
-def _seconds(text: str | float) -> float:
-    """``60``, ``60s``, ``1.5m``, ``500ms``, ``1h``. Raises typer.BadParameter."""
-    if isinstance(text, float):
-        return text
-    for suffix, factor in (("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("h", 3600.0), ("", 1.0)):
-        if text.endswith(suffix):
-            try:
-                value = float(text.removesuffix(suffix)) * factor
-            except ValueError:
-                break
-            if 0 < value < float("inf"):
-                return value
-            break
-    raise typer.BadParameter(f"{text!r} is no length of time: write e.g. 60s, 500ms or 2m")
-
-
-def _positive(value: float | None) -> float | None:
-    if value is not None and not 0 < value < float("inf"):
-        raise typer.BadParameter("it must be a positive number")
-    return value
-
-
 @bench.command()
+@with_load
 def run(
     url: Annotated[str, typer.Option(help="Base URL of an OpenAI-compatible server.")],
-    rate: Annotated[
-        float | None, typer.Option(callback=_positive, help="Open loop: requests a second.")
-    ] = None,
-    concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: requests in flight; with --rate, a cap on them.")
-    ] = None,
-    duration: Annotated[
-        float | None, typer.Option(parser=_seconds, metavar="TIME", help="How long to send: 60s, 2m.")
-    ] = None,
-    num_requests: Annotated[int | None, typer.Option(min=1, help="How many requests to send.")] = None,
-    arrival: Annotated[
-        ArrivalKind, typer.Option(help="How open-loop requests arrive.")
-    ] = ArrivalKind.POISSON,
-    burstiness: Annotated[
-        float | None,
-        typer.Option(
-            callback=_positive, help="Shape of gamma arrivals: below 1 bursts, 1 Poisson, above 1 even."
-        ),
-    ] = None,
-    workload: Annotated[str, typer.Option(help="chat, rag, batch, mixed, random or shared-prefix.")] = "chat",
-    input_len: Annotated[
-        int | None, typer.Option(min=1, help="Prompt tokens of a one-class workload.")
-    ] = None,
-    output_len: Annotated[
-        int | None, typer.Option(min=1, help="Output tokens of a one-class workload.")
-    ] = None,
-    scale: Annotated[
-        float | None,
-        typer.Option(
-            callback=_positive, help="Factor on prompt lengths; default: context / 32768, at most 1."
-        ),
-    ] = None,
+    load: Load,
     seed: Annotated[int, typer.Option(min=0, help="Decides arrivals, classes, lengths and prompts.")] = 0,
     model: Annotated[str | None, typer.Option(help="Default: the first of /v1/models.")] = None,
     max_model_len: Annotated[int | None, typer.Option(min=1, help="Default: what /v1/models says.")] = None,
@@ -119,20 +60,17 @@ def run(
         int | None, typer.Option(min=0, help="Unmeasured requests first. Default: one of each class.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(parser=_seconds, metavar="TIME", help="For one request, to its last byte.")
+        float, typer.Option(parser=seconds, metavar="TIME", help="For one request, to its last byte.")
     ] = 600.0,
     drain: Annotated[
         float | None,
         typer.Option(
-            parser=_seconds,
+            parser=seconds,
             metavar="TIME",
             help="Wait for answers after the last request. Default: --timeout.",
         ),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Client processes.")] = 1,
-    priorities: Annotated[
-        bool, typer.Option("--priorities", help="Send the classes' priorities (needs priority scheduling).")
-    ] = False,
     chunk_usage: Annotated[
         bool, typer.Option("--chunk-usage", help="Ask for token counts in each chunk (vLLM, SGLang).")
     ] = False,
@@ -160,48 +98,21 @@ def run(
     Exit codes: 0 measured, 2 bad usage or server unreachable, 3 the measurement is invalid, 130 interrupted
     (what was measured is kept).
     """
-    from loadgen.arrivals import ArrivalError
     from loadgen.client import ClientOptions, run_schedule
-    from loadgen.probe import Unreachable, Url, probe
-    from loadgen.workload import DEFAULT_VOCAB_SIZE, WorkloadError, preset
 
-    process = _arrival(rate, concurrency, arrival, burstiness)
-    if duration is None and num_requests is None:
-        _fail("give --duration (e.g. 60s) or --num-requests (e.g. 200)")
     _check_writable(out, json_file, html_file)
+    options = ClientOptions(
+        timeout=timeout, drain=drain, workers=workers, verify_tls=not insecure, chunk_usage=chunk_usage
+    )
     try:
-        server = Url.parse(url)
-        if model is None or max_model_len is None:
-            info = probe(server, api_key=api_key, verify=not insecure)
-            model, max_model_len = (
-                model or info.model,
-                max_model_len or info.max_model_len or _DEFAULT_CONTEXT,
-            )
-        load = preset(
-            workload,
-            max_model_len=max_model_len,
-            vocab_size=vocab_size or DEFAULT_VOCAB_SIZE,
-            input_len=input_len,
-            output_len=output_len,
-            scale=scale,
-        )
-        schedule = load.schedule(
-            seed=seed,
-            arrival=process,
-            num_requests=num_requests,
-            duration=duration,
-            max_concurrency=concurrency if rate is not None else None,
-            warmup=warmup,
-            use_priority=priorities,
-        )
-        options = ClientOptions(
-            timeout=timeout, drain=drain, workers=workers, verify_tls=not insecure, chunk_usage=chunk_usage
-        )
+        load.check()
+        model, max_model_len = served(url, model, max_model_len, api_key, verify=not insecure)
+        schedule = load.source(max_model_len, vocab_size, warmup)(seed)
         with _interruptible() as stop, _display(schedule) as show:
             records = run_schedule(
                 url, schedule, model=model, api_key=api_key, progress=show, stop=stop, options=options
             )
-    except (ArrivalError, WorkloadError, Unreachable, ValueError) as error:
+    except (ConnectionError, ValueError) as error:
         _fail(str(error))
     _write(records, out, json_file, html_file)
     _print(records, format)
@@ -234,22 +145,19 @@ def report(
     _print(records, format)
 
 
-def _arrival(
-    rate: float | None, concurrency: int | None, kind: ArrivalKind, burstiness: float | None
-) -> Arrival:
-    from loadgen.arrivals import ClosedLoop, Constant, Gamma, Poisson
+def served(
+    url: str, model: str | None, max_model_len: int | None, api_key: str | None, *, verify: bool
+) -> tuple[str, int]:
+    """The model to ask for and its context, as given, else as the server says.
 
-    if rate is None:
-        if concurrency is None:
-            _fail("give --rate (requests a second) or --concurrency (requests in flight)")
-        if kind is not ArrivalKind.POISSON or burstiness is not None:
-            _fail("--arrival and --burstiness need --rate: a closed loop has no arrival process")
-        return ClosedLoop(concurrency)
-    if burstiness is not None and kind is not ArrivalKind.GAMMA:
-        _fail("--burstiness needs --arrival gamma")
-    if kind is ArrivalKind.CONSTANT:
-        return Constant(rate)
-    return Gamma(rate, burstiness or 1.0) if kind is ArrivalKind.GAMMA else Poisson(rate)
+    Raises Unreachable, ValueError.
+    """
+    from loadgen.probe import Url, probe
+
+    if model is None or max_model_len is None:
+        info = probe(Url.parse(url), api_key=api_key, verify=verify)
+        model, max_model_len = model or info.model, max_model_len or info.max_model_len or _DEFAULT_CONTEXT
+    return model, max_model_len
 
 
 def _fail(message: str) -> NoReturn:

@@ -27,7 +27,7 @@ from loadgen.workload import PlannedRequest, Schedule
 
 __all__ = ["ClientOptions", "Progress", "Unreachable", "run_schedule"]
 
-PATH = "/v1/completions"
+PATH, CHAT_PATH = "/v1/completions", "/v1/chat/completions"
 _STALL_NS = 20_000_000
 _MAX_STALLS = 100
 
@@ -96,7 +96,7 @@ class _Encoder:
     """Turns a planned request into the bytes of an HTTP message."""
 
     def __init__(self, url: Url, model: str, api_key: str | None, options: ClientOptions) -> None:
-        self._path, self._host, self._model = url.prefix + PATH, url.netloc, model
+        self._prefix, self._host, self._model = url.prefix, url.netloc, model
         self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
@@ -107,7 +107,7 @@ class _Encoder:
     def __call__(self, request: PlannedRequest) -> bytes:
         body: dict[str, Any] = {
             "model": self._model,
-            "prompt": request.prompt if request.prompt_token_ids is None else request.prompt_token_ids,
+            **_content(request),
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "stream": True,
@@ -117,22 +117,43 @@ class _Encoder:
             body["ignore_eos"] = True
         if request.priority:
             body["priority"] = request.priority
+        body.update(request.sampling)
         headers = self._headers | {"X-Request-Id": f"vtune-{request.index}"}
-        return build_request(self._path, self._host, json.dumps(body).encode(), headers)
+        path = self._prefix + (PATH if request.messages is None else CHAT_PATH)
+        return build_request(path, self._host, json.dumps(body).encode(), headers)
+
+
+def _content(request: PlannedRequest) -> dict[str, Any]:
+    """What is asked: a chat, token ids, or a text."""
+    if request.messages is not None:
+        return {"messages": [{"role": role, "content": text} for role, text in request.messages]}
+    return {"prompt": request.prompt if request.prompt_token_ids is None else request.prompt_token_ids}
 
 
 def _wire(requests: Sequence[PlannedRequest], encode: _Encoder) -> tuple[WireRequest, ...]:
-    return tuple(WireRequest(r.index, round(r.intended * 1e9), encode(r)) for r in requests)
+    return tuple(
+        WireRequest(
+            r.index, round((r.intended if r.follows is None else r.think) * 1e9), encode(r), r.follows
+        )
+        for r in requests
+    )
 
 
 def _split(
     schedule: Schedule, endpoint: Endpoint, encode: _Encoder, options: ClientOptions
 ) -> list[WirePlan]:
-    """One plan a client process: requests dealt round robin, a concurrency cap shared out."""
+    """One plan a client process: requests dealt round robin, a concurrency cap shared out. The turns of a
+    conversation go where its first went."""
     workers = max(1, options.workers)
     if schedule.concurrency is not None:
         workers = min(workers, schedule.concurrency)
-    wire = _wire(schedule.requests, encode)
+    wire = _wire([r for r in schedule.requests if r.follows is None], encode)
+    turns: list[list[WireRequest]] = [[] for _ in range(workers)]
+    home = {request.index: k for k in range(workers) for request in wire[k::workers]}
+    for turn in _wire([r for r in schedule.requests if r.follows is not None], encode):
+        assert turn.follows is not None
+        home[turn.index] = home[turn.follows]
+        turns[home[turn.index]].append(turn)
     return [
         WirePlan(
             endpoint=endpoint,
@@ -143,6 +164,7 @@ def _split(
             timeout_ns=round(options.timeout * 1e9),
             connect_timeout_ns=round(options.connect_timeout * 1e9),
             drain_ns=round(options.longest_drain * 1e9),
+            turns=tuple(turns[k]),
         )
         for k in range(workers)
     ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from time import monotonic_ns
 
 from loadgen.alarm import Alarm
 from loadgen.connection import Connection, Pool
-from loadgen.wire import End, Exchange, Progress, WireLog, WirePlan
+from loadgen.wire import End, Exchange, Progress, WireLog, WirePlan, WireRequest
 
 BEAT_NS = 10_000_000
 LEAD_NS = 100_000_000
@@ -42,7 +43,10 @@ class Driver:
         self._plan, self._stop, self._progress = plan, stop, progress
         loop = asyncio.get_running_loop()
         self._log = WireLog(start_ns, last_due_ns=start_ns, loop=type(loop).__module__.split(".")[0])
-        self._payloads = {request.index: request.payload for request in plan.requests}
+        self._payloads = {r.index: r.payload for r in (*plan.requests, *plan.turns)}
+        self._turns = {turn.follows: turn for turn in plan.turns}
+        self._pausing: list[tuple[int, int]] = []
+        """A heap of (when due, index) of turns whose pause has begun."""
         self._pool = Pool(plan.endpoint, plan.connect_timeout_ns, loop, self)
         self._next = self._ahead = 0
         self._busy: dict[int, Connection] = {}
@@ -54,6 +58,7 @@ class Driver:
         self._cpu_at_start = time.process_time()
         self._done: asyncio.Future[None] = loop.create_future()
         self._send_alarm = Alarm(loop, self._begin)
+        self._turn_alarm = Alarm(loop, self._turns_due)
         self._beat_alarm = Alarm(loop, self._beat)
 
     async def run(self) -> WireLog:
@@ -65,6 +70,7 @@ class Driver:
             await self._done
         finally:
             self._send_alarm.close()
+            self._turn_alarm.close()
             self._beat_alarm.close()
             for connection in self._busy.values():
                 connection.drop()
@@ -99,8 +105,11 @@ class Driver:
     def _dispatch_next(self, intended_ns: int) -> None:
         request = self._plan.requests[self._next]
         self._next += 1
+        self._dispatch(request.index, intended_ns)
+
+    def _dispatch(self, index: int, intended_ns: int) -> None:
         self._log.last_due_ns = intended_ns
-        exchange = Exchange(request.index, intended_ns)
+        exchange = Exchange(index, intended_ns)
         cap = self._plan.concurrency
         if cap is not None and self._in_flight >= cap:
             self._held.append(exchange)
@@ -116,6 +125,30 @@ class Driver:
             self._pool.dial()
         else:
             self._send(connection, exchange)
+
+    def _pause(self, turn: WireRequest, ended_ns: int) -> bool:
+        """Let ``turn`` wait for its time; False if the run will be over by then."""
+        due, duration = ended_ns + turn.offset_ns, self._plan.duration_ns
+        if self._log.interrupted or (duration is not None and due >= self._log.start_ns + duration):
+            return False
+        heapq.heappush(self._pausing, (due, turn.index))
+        self._turn_alarm.set(self._pausing[0][0])
+        return True
+
+    def _turns_due(self) -> None:
+        while self._pausing and self._pausing[0][0] <= monotonic_ns():
+            due, index = heapq.heappop(self._pausing)
+            self._dispatch(index, due)
+        if self._pausing:
+            self._turn_alarm.set(self._pausing[0][0])
+
+    def _skip_turns(self, index: int, detail: str) -> None:
+        """The rest of a conversation whose turn ``index`` failed."""
+        while (turn := self._turns.pop(index, None)) is not None:
+            now, index = monotonic_ns(), turn.index
+            skipped = Exchange(index, now, end=End.SKIPPED, detail=detail, ended_ns=now)
+            self._log.exchanges.append(skipped)
+            self._failed += 1
 
     def _send(self, connection: Connection, exchange: Exchange) -> None:
         self._busy[exchange.index] = connection
@@ -170,9 +203,14 @@ class Driver:
         self._log.exchanges.append(exchange)
         if self._done.done():
             return
+        goes_on = False
+        if failed:
+            self._skip_turns(exchange.index, f"turn {exchange.index} of its conversation failed")
+        elif (turn := self._turns.pop(exchange.index, None)) is not None:
+            goes_on = self._pause(turn, exchange.ended_ns)
         if self._held:
             self._start(self._held.popleft())
-        elif self._plan.closed:
+        elif self._plan.closed and not goes_on:
             self._continue_closed(exchange.ended_ns)
         self._finish_if_over()
 
@@ -188,7 +226,8 @@ class Driver:
             self._log.exhausted = True
 
     def _finish_if_over(self) -> None:
-        if self._next >= len(self._plan.requests) and not self._in_flight and not self._held:
+        over = self._next >= len(self._plan.requests) and not self._pausing
+        if over and not self._in_flight and not self._held:
             self._end_run()
 
     def _end_run(self) -> None:
@@ -219,7 +258,7 @@ class Driver:
         plan, start = self._plan, self._log.start_ns
         if plan.closed and plan.duration_ns is not None:
             return start + plan.duration_ns + plan.drain_ns
-        if self._next < len(plan.requests):
+        if self._next < len(plan.requests) or self._pausing:
             return 1 << 63
         return max(self._log.last_due_ns, start + (plan.duration_ns or 0)) + plan.drain_ns
 
@@ -240,6 +279,8 @@ class Driver:
     def _cut(self, end: End, detail: str) -> None:
         """End the run now: everything in flight is dropped as ``end``, nothing more is sent."""
         self._next = len(self._plan.requests)
+        self._pausing.clear()
+        self._turns.clear()
         held, self._held = list(self._held), deque()
         for _, exchange in list(self._deadlines):
             if not exchange.ended_ns:
@@ -255,7 +296,7 @@ class Driver:
             sent=len(self._log.exchanges) + self._in_flight,
             finished=len(self._log.exchanges),
             failed=self._failed,
-            planned=len(self._plan.requests),
+            planned=len(self._plan.requests) + len(self._plan.turns),
         )
 
 

@@ -46,6 +46,7 @@ class Failure(StrEnum):
     NO_TOKENS = "no tokens"
     TOKEN_COUNT = "wrong token count"
     UNFINISHED = "unfinished"
+    SKIPPED = "turn before failed"
     CANCELLED = "cancelled"
     """The run was interrupted: neither a success nor a failure of the server, left out of the figures."""
 

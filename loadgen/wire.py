@@ -22,6 +22,8 @@ class End(StrEnum):
     """Still going when the time for the drain was over."""
     CANCELLED = "cancelled"
     """Still going when the run was interrupted."""
+    SKIPPED = "skipped"
+    """Never sent: the turn before it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class WireRequest:
     index: int
     offset_ns: int
     payload: bytes
+    follows: int | None = None
+    """The request after whose answer this one is sent, ``offset_ns`` later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,7 @@ class WirePlan:
 
     endpoint: Endpoint
     requests: tuple[WireRequest, ...]
+    """In order of time; those that follow another stand in ``turns``."""
     closed: bool
     concurrency: int | None
     duration_ns: int | None
@@ -67,6 +72,9 @@ class WirePlan:
     connect_timeout_ns: int
     drain_ns: int
     """How long to wait for answers after the last request was sent (or the duration ended)."""
+    turns: tuple[WireRequest, ...] = ()
+    """Later turns of conversations. A closed loop's slot stays with its conversation; with a duration, turns
+    that are due after it are not sent."""
 
 
 @dataclass(slots=True, eq=False)

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -108,6 +108,14 @@ class PlannedRequest:
     ignore_eos: bool = True
     temperature: float = 0.0
     priority: int = 0
+    sampling: tuple[tuple[str, Any], ...] = ()
+    """Further fields of the body; they win over ``temperature``."""
+    messages: tuple[tuple[str, str], ...] | None = None
+    """(role, content) of a chat, in place of a prompt."""
+    follows: int | None = None
+    """The turn before, by index: this one is sent ``think`` seconds after its answer has ended, and
+    ``intended`` does not matter."""
+    think: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -178,7 +186,7 @@ class Workload:
             raise WorkloadError(
                 f"{arrival.description} for {duration:g} s gives no request; raise the rate or the duration"
             )
-        mode, cap = _mode(arrival, max_concurrency)
+        mode, cap = mode_of(arrival, max_concurrency)
         num_warmup = len(self.classes) if warmup is None else warmup
         self._check_size(len(times) + num_warmup)
         prompts = PromptSource(self.vocab_size, prompt_rng)
@@ -187,13 +195,13 @@ class Workload:
             _plan(index, cls, float(times[index]), prompts, length_rng, use_priority, temperature)
             for index, cls in enumerate(mix)
         )
-        warm = tuple(
-            _warm(_plan(-1 - i, cls, 0.0, prompts, length_rng, use_priority, temperature))
+        warmups = tuple(
+            warm(_plan(-1 - i, cls, 0.0, prompts, length_rng, use_priority, temperature))
             for i, cls in enumerate(self.classes[k % len(self.classes)] for k in range(num_warmup))
         )
         return Schedule(
             requests=requests,
-            warmup=warm,
+            warmup=warmups,
             mode=mode,
             concurrency=cap,
             duration=duration,
@@ -267,10 +275,13 @@ def schedule_hash(
             digest.update(np.asarray(r.prompt_token_ids, dtype="<i8").tobytes())
         if r.prompt is not None:
             digest.update(r.prompt.encode())
+        more = (r.sampling, r.messages, r.follows, r.think.hex())
+        if more != ((), None, None, (0.0).hex()):
+            digest.update(repr(more).encode())
     return digest.hexdigest()
 
 
-def _mode(arrival: Arrival, max_concurrency: int | None) -> tuple[Mode, int | None]:
+def mode_of(arrival: Arrival, max_concurrency: int | None) -> tuple[Mode, int | None]:
     if arrival.concurrency is not None:
         return "closed", arrival.concurrency
     if max_concurrency is None:
@@ -323,7 +334,7 @@ def _plan(
     )
 
 
-def _warm(request: PlannedRequest) -> PlannedRequest:
+def warm(request: PlannedRequest) -> PlannedRequest:
     """A warm-up needs the whole prompt (shapes, memory) but only a few steps of decoding."""
     return replace(request, max_tokens=min(request.max_tokens, 16))
 

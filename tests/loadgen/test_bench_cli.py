@@ -140,7 +140,7 @@ def test_bad_usage(url: str, arguments: list[str], words: str) -> None:
     ("text", "seconds"), [("500ms", 0.5), ("60", 60), ("2m", 120), ("1.5h", 5400), ("3s", 3)]
 )
 def test_lengths_of_time(text: str, seconds: float) -> None:
-    from loadgen.cli import _seconds
+    from loadgen.options import seconds as _seconds
 
     assert _seconds(text) == seconds
 
