@@ -30,7 +30,7 @@ from engine import log
 from engine.config import ConfigError, EngineConfig
 from engine.request import Request, RequestStatus
 from engine.stats import StepStats
-from engine.step import RequestOutput
+from engine.step import Outputs, RequestOutput
 
 if TYPE_CHECKING:
     from engine.core import EngineCore
@@ -80,7 +80,7 @@ class Abort:
 class Stepped:
     """A step, or an abort that no step follows: all that is new since the last message."""
 
-    outputs: tuple[RequestOutput, ...]
+    outputs: Outputs
     stats: StepStats
 
 
@@ -158,10 +158,10 @@ def _serve(config: EngineConfig, inbox: queue.SimpleQueue[Any], channel: socket.
                 _add(core, message.requests, channel)
             else:
                 core.abort(message.request_ids, message.status)
-                channel.sendall(encode(Stepped((), core.stats)))
+                channel.sendall(encode(Stepped(Outputs(), core.stats)))
         if core.has_unfinished:
             _, output = core.step()
-            channel.sendall(encode(Stepped(output.outputs, core.stats)))
+            channel.sendall(encode(Stepped(Outputs.of(output.outputs), core.stats)))
 
 
 def _add(core: EngineCore, requests: Iterable[Request], channel: socket.socket) -> None:
@@ -172,7 +172,7 @@ def _add(core: EngineCore, requests: Iterable[Request], channel: socket.socket) 
         except ValueError as error:
             logger.error(f"refused: {error}")
             refused = RequestOutput(request.request_id, (), RequestStatus.FINISHED_ERROR)
-            channel.sendall(encode(Stepped((refused,), core.metrics.idle())))
+            channel.sendall(encode(Stepped(Outputs.of([refused]), core.metrics.idle())))
 
 
 def _drain(inbox: queue.SimpleQueue[Any], wait: bool) -> Iterator[Any]:
