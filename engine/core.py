@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Protocol
 
 from engine.config import EngineConfig
@@ -11,7 +12,8 @@ from engine.kv_cache import MemoryPlan, plan_memory
 from engine.request import Request, RequestStatus
 from engine.scheduler import UnifiedScheduler
 from engine.stats import StepObserver, StepStats
-from engine.step import AdmissionStop, StepOutput, StepPlan, StepResult
+from engine.step import AdmissionStop, RequestOutput, StepOutput, StepPlan, StepResult
+from engine.structured import Compiler, Grammars, LLGuidance
 
 GATE_SECONDS = 0.001
 """How long to let others work when all that there is to do waits for them."""
@@ -40,7 +42,8 @@ class Runner(Protocol):
 class EngineCore:
     """Requests in, steps out. Not thread-safe: one loop owns it.
 
-    ``runner=None`` loads ``config.model``; ``clock`` is the one that stamps ``Request.arrival_time``.
+    ``runner=None`` loads ``config.model``; ``clock`` is the one that stamps ``Request.arrival_time``;
+    ``compiler`` makes grammars, the model's own by default.
     Raises ConfigError when a flag breaks a rule, or the memory plan does not hold one full-length request.
     """
 
@@ -49,6 +52,7 @@ class EngineCore:
         config: EngineConfig,
         runner: Runner | None = None,
         clock: Callable[[], float] = time.monotonic,
+        compiler: Compiler | None = None,
     ) -> None:
         config.validate()
         if runner is None:
@@ -66,6 +70,7 @@ class EngineCore:
         )
         runner.allocate(self.memory_plan.num_blocks)
         self.scheduler = UnifiedScheduler(self.config, self.memory_plan.num_blocks)
+        self.grammars = Grammars(compiler or LLGuidance(self.config))
         self.clock = clock
         self.metrics = StepObserver(self.scheduler, clock)
         self.stats = StepStats()
@@ -76,6 +81,9 @@ class EngineCore:
         return self.scheduler.has_unfinished
 
     def add(self, request: Request) -> None:
+        """Queue a new request. Raises ValueError as the scheduler does."""
+        if request.sampling.structured_outputs is not None:
+            self.grammars.start(request)
         self.scheduler.add(request)
         self.metrics.queued(request)
 
@@ -94,8 +102,22 @@ class EngineCore:
         started_at = self.clock()
         plan = self.scheduler.schedule()
         result = self.runner.execute(plan)
+        stuck = self._abort_stuck()
         output = self.scheduler.update(plan, result)
+        if stuck:
+            refused = map(RequestOutput.refused, stuck)
+            output = replace(
+                output, outputs=(*output.outputs, *refused), finished=(*output.finished, *stuck)
+            )
         self.stats = self.metrics.observe(plan, output, started_at)
         if not plan.scheduled and plan.admission_stop is AdmissionStop.GATE:
             time.sleep(GATE_SECONDS)
         return plan, output
+
+    def _abort_stuck(self) -> list[Request]:
+        """End requests whose output can no longer have its form, before what this step chose is booked."""
+        stuck = self.grammars.stuck()
+        self.scheduler.abort(request.request_id for request in stuck)
+        for request in stuck:
+            request.status = RequestStatus.FINISHED_ERROR
+        return stuck

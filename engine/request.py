@@ -130,6 +130,8 @@ class Request:
     """What it waits for beside its turn; None: nothing. Set before it is added, cleared once it is open."""
     grammar: Grammar | None = None
     """What its ``structured_outputs`` were compiled to, once they are. It outlives a preemption."""
+    error: str = ""
+    """Why it ended with FINISHED_ERROR, in words for whoever sent it."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:

@@ -142,6 +142,7 @@ class ModelRunner:
             for item in verify
             for place in range(len(item.drafts) + 1)
         ]
+        _keep_form(logits, verify)
         sampled, logprobs = self._sampler.sample(logits, rows)
         tokens: dict[str, list[int]] = {}
         drafts: dict[str, list[int]] = {}
@@ -154,8 +155,25 @@ class ModelRunner:
                 asked = logprobs[item.start : item.start + len(emitted)]
                 found[name] = [entry for entry in asked if entry is not None]
             if self._proposer is not None:
-                drafts[name] = self._proposer.propose(item.request.token_ids + emitted)
+                proposed = self._proposer.propose(item.request.token_ids + emitted)
+                grammar = item.request.grammar
+                if grammar is not None:
+                    proposed = grammar.keep_valid(item.request.output_token_ids + emitted, proposed)
+                drafts[name] = proposed
         return StepResult(tokens, drafts, found)
+
+
+def _keep_form(logits: torch.Tensor, verify: Sequence[_Verify]) -> None:
+    """Leave of ``logits`` [rows, vocab] only what the grammars of structured outputs allow."""
+    for item in verify:
+        grammar = item.request.grammar
+        if grammar is None:
+            continue
+        allowed = grammar.allowed(item.request.output_token_ids, item.drafts)
+        for row, mask in enumerate(allowed, start=item.start):
+            if mask is not None:
+                refused = torch.from_numpy(~mask[: logits.shape[-1]])
+                logits[row].masked_fill_(refused.to(logits.device), -torch.inf)
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:

@@ -266,7 +266,8 @@ class UnifiedScheduler:
                 request.gate, request.status = None, RequestStatus.WAITING
                 return True
             self._set_aside(AdmissionStop.GATE, step)
-        except GateError:
+        except GateError as error:
+            request.error = str(error)
             step.failed.append(self.waiting.pop())
             self._finish(request, RequestStatus.FINISHED_ERROR)
         return False
@@ -320,7 +321,7 @@ class UnifiedScheduler:
 
         Requests that were aborted since the plan was made are ignored.
         """
-        outputs = Outputs.of(RequestOutput(request.request_id, (), request.status) for request in plan.failed)
+        outputs = Outputs.of(map(RequestOutput.refused, plan.failed))
         finished = list(plan.failed)
         accepted_per_draft: list[tuple[int, int]] = []
         for item in plan.scheduled:

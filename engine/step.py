@@ -208,9 +208,15 @@ class RequestOutput(NamedTuple):
     request_id: str
     token_ids: tuple[int, ...]
     finish: RequestStatus | None = None
-    stop_reason: int | None = None
-    """The stop token id that ended it, where one of ``stop_token_ids`` did."""
+    stop_reason: int | str | None = None
+    """The stop token id that ended it, where one of ``stop_token_ids`` did; with FINISHED_ERROR why, in
+    words for whoever sent the request."""
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+    @classmethod
+    def refused(cls, request: Request) -> RequestOutput:
+        """The last output of a request that ends with its ``error``."""
+        return cls(request.request_id, (), RequestStatus.FINISHED_ERROR, request.error)
 
 
 @dataclass(slots=True, eq=False)

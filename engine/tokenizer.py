@@ -62,6 +62,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         return int(self._rust.get_vocab_size())
 
+    def to_json(self) -> str:
+        """The whole tokenizer, as in a ``tokenizer.json``."""
+        return str(self._rust.to_str())
+
     def token_id(self, token: str) -> int | None:
         """The id of a token as it is written in the vocabulary, e.g. "<|im_end|>"."""
         found = self._rust.token_to_id(token)
