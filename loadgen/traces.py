@@ -116,15 +116,16 @@ class Trace:
     def dequantized(self, seed: int) -> Trace:
         """Arrivals spread uniformly over the tick that they were rounded to.
 
-        The tick is the largest time of which all arrivals are multiples. Raises TraceError where that is
-        below a millisecond: such times are not rounded.
+        The tick is the median gap between different times. Raises TraceError where fewer than half of the
+        requests share their time with another: such times are not rounded.
         """
-        ticks = np.rint(np.array([row.arrival for row in self.rows]) * 1e6).astype(np.int64)
-        tick = int(np.gcd.reduce(np.diff(ticks))) / 1e6 if len(ticks) > 1 else 0.0
-        if tick < 1e-3:
+        times = np.array([row.arrival for row in self.rows])
+        gaps = np.diff(times)
+        if 2 * np.count_nonzero(gaps) >= len(times) or not gaps.any():
             raise TraceError(f"{self.name}: its times are not rounded to a tick; leave out --dequantize")
+        tick = float(np.median(gaps[gaps > 0]))
         rng = np.random.default_rng((seed, 1))
-        spread = ticks / 1e6 + rng.uniform(0, tick, len(ticks))
+        spread = times + rng.uniform(0, tick, len(times))
         order = np.argsort(spread, kind="stable")
         rows = [replace(self.rows[i], arrival=float(spread[i] - spread[order[0]])) for i in order]
         return self._changed(rows, f"spread over ticks of {tick:g} s")

@@ -118,14 +118,16 @@ class MockServer:
             sent += 1
             await write(chunk(event(choice(text, "length" if sent == count else None))))
         await write(
-            chunk(event(usage(len(body["prompt"]), count))) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+            chunk(event(usage(len(body.get("prompt", "")), count)))
+            + chunk(b"data: [DONE]\n\n")
+            + b"0\r\n\r\n"
         )
 
     async def do_null(self, body: dict[str, Any], write: Write) -> None:
         """Everything at once."""
         count = body["max_tokens"]
         data = b"".join(event(choice(" x", "length" if i == count - 1 else None)) for i in range(count))
-        data += event(usage(len(body["prompt"]), count)) + b"data: [DONE]\n\n"
+        data += event(usage(len(body.get("prompt", "")), count)) + b"data: [DONE]\n\n"
         await write(HEAD + chunk(data) + b"0\r\n\r\n")
 
     async def do_bytewise(self, body: dict[str, Any], write: Write) -> None:
