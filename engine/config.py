@@ -6,13 +6,15 @@ import json
 import math
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
 GIB = 1 << 30
 MAX_COUNT = (1 << 31) - 1
 """Of tokens, sequences or blocks: kernels count in 32 bits."""
 MAX_BYTES = (1 << 63) - 1
+UNIFIED_ONLY = ("scheduling_policy", "long_prefill_token_threshold", "speculative_config")
+"""Flags that ``--scheduler static`` and ``two-track`` do not have."""
 
 
 class ConfigError(ValueError):
@@ -203,6 +205,12 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     long_prefill_token_threshold: int = 0
     speculative_config: SpeculativeConfig | None = None
+    scheduler: Literal["unified", "static", "two-track"] = "unified"
+    """Whose policy it is: vLLM V1's, static batching, or V0's prefill and decode in turn. A flag of ours."""
+    preemption_mode: Literal["recompute", "swap"] = "recompute"
+    """Of ``scheduler="two-track"``; as in vLLM V0, which also took "swap" by itself for beam search."""
+    swap_space: float = 4
+    """GiB of host memory for ``preemption_mode="swap"``, as in vLLM V0."""
 
     @property
     def served_name(self) -> str:
@@ -269,6 +277,7 @@ class EngineConfig:
                 "or a long prompt fits no step",
                 f"raise it to {length}, lower --max-model-len, or drop --no-enable-chunked-prefill",
             )
+        self._validate_scheduler()
         drafts = self.num_speculative_tokens
         if drafts and 1 + drafts > tokens:
             raise ConfigError(
@@ -282,6 +291,38 @@ class EngineConfig:
                 f"max_num_batched_tokens ({tokens}) exceeds max_num_seqs * max_model_len ({seqs * length}): "
                 "the budget can never be used up",
                 stacklevel=2,
+            )
+
+    def _validate_scheduler(self) -> None:
+        """What the schedulers of the laboratory do not do."""
+        if self.scheduler not in ("unified", "static", "two-track"):
+            raise ConfigError(
+                "scheduler", self.scheduler, "must be unified, static or two-track", "choose one"
+            )
+        if self.preemption_mode not in ("recompute", "swap"):
+            raise ConfigError(
+                "preemption_mode", self.preemption_mode, "must be recompute or swap", "choose one"
+            )
+        if not 0 <= self.swap_space < MAX_BYTES / GIB:
+            raise ConfigError("swap_space", self.swap_space, "must be GiB, 0 or more", "e.g. 4")
+        if self.preemption_mode == "swap" and self.scheduler != "two-track":
+            rule = f"the {self.scheduler} scheduler never swaps"
+            raise ConfigError("preemption_mode", "swap", rule, "add --scheduler two-track, or drop the flag")
+        if self.scheduler == "unified":
+            return
+        defaults = {field.name: field.default for field in fields(self)}
+        for flag in UNIFIED_ONLY:
+            if (value := getattr(self, flag)) != defaults[flag]:
+                rule = f"the {self.scheduler} scheduler does not have it"
+                raise ConfigError(flag, value, rule, "drop the flag, or use --scheduler unified")
+        tokens, length = self.max_num_batched_tokens, self.max_model_len
+        if length is not None and tokens < length:
+            raise ConfigError(
+                "max_num_batched_tokens",
+                tokens,
+                f"must be at least max_model_len ({length}) with --scheduler {self.scheduler}, which never "
+                "splits a prompt",
+                f"raise it to {length} or lower --max-model-len to {tokens}",
             )
 
 

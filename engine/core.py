@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Protocol
 
-from engine.config import EngineConfig
-from engine.kv_cache import MemoryPlan, plan_memory
+from engine.config import GIB, EngineConfig
+from engine.kv_cache import KVCacheManager, MemoryPlan, plan_memory
+from engine.lab.static import StaticBatchScheduler
+from engine.lab.two_track import TwoTrackScheduler
 from engine.request import Request, RequestStatus
-from engine.scheduler import UnifiedScheduler
+from engine.scheduler import SchedulerStats, UnifiedScheduler
 from engine.stats import StepObserver, StepStats
 from engine.step import AdmissionStop, RequestOutput, StepOutput, StepPlan, StepResult
 from engine.structured import Compiler, Grammars, LLGuidance
+from engine.waiting import WaitingQueue
 
 GATE_SECONDS = 0.001
 """How long to let others work when all that there is to do waits for them."""
@@ -35,8 +38,66 @@ class Runner(Protocol):
     def allocate(self, num_blocks: int) -> None:
         """Make the KV cache."""
 
+    def allocate_host(self, num_blocks: int) -> None:
+        """Make the swap space in host memory: called where ``--preemption-mode swap`` needs it."""
+
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step."""
+        """Copy the blocks that the plan swaps, then compute the step."""
+
+
+class Scheduler(Protocol):
+    """What decides the steps: the unified scheduler, or one of ``engine/lab``.
+
+    ``schedule()`` plans a step and books it at once, ``update(plan, result)`` takes in what came of it.
+    Runners execute plans in the order in which they were made.
+    """
+
+    kv: KVCacheManager
+    running: list[Request]
+    """In order of admission."""
+    waiting: WaitingQueue
+    stats: SchedulerStats
+    """Counts since the start."""
+
+    @property
+    def has_unfinished(self) -> bool: ...
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int:
+        """Everybody who is alive and not running."""
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV blocks in use, 0..1."""
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. Raises ValueError for one that could never finish, or an id in use."""
+
+    def abort(self, request_ids: Iterable[str]) -> list[Request]:
+        """Drop requests and free their blocks at once. Returns those that were unfinished, each only once."""
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step."""
+
+    def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Append what the step emitted, finish who has ended; requests aborted meanwhile are ignored."""
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False, and nothing happens, while any request holds a block."""
+
+    def check(self) -> None:
+        """Assert every invariant. Slow: for tests."""
+
+
+def make_scheduler(config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> Scheduler:
+    """The scheduler of ``config.scheduler``. ``num_blocks``: of the device, null block included;
+    ``num_host_blocks``: of the swap space, where it is used."""
+    if config.scheduler == "static":
+        return StaticBatchScheduler(config, num_blocks)
+    if config.scheduler == "two-track":
+        return TwoTrackScheduler(config, num_blocks, num_host_blocks)
+    return UnifiedScheduler(config, num_blocks)
 
 
 class EngineCore:
@@ -69,12 +130,21 @@ class EngineCore:
             kv_bytes_per_token=runner.kv_bytes_per_token,
         )
         runner.allocate(self.memory_plan.num_blocks)
-        self.scheduler = UnifiedScheduler(self.config, self.memory_plan.num_blocks)
+        num_host_blocks = self._num_host_blocks()
+        if num_host_blocks:
+            runner.allocate_host(num_host_blocks)
+        self.scheduler = make_scheduler(self.config, self.memory_plan.num_blocks, num_host_blocks)
         self.grammars = Grammars(compiler or LLGuidance(self.config))
         self.clock = clock
         self.metrics = StepObserver(self.scheduler, clock)
         self.stats = StepStats()
         """What the last step, or the last abort, adds to the metrics."""
+
+    def _num_host_blocks(self) -> int:
+        """Blocks of the swap space; 0 where nobody swaps."""
+        if self.config.preemption_mode != "swap":
+            return 0
+        return int(self.config.swap_space * GIB) // (self.runner.kv_bytes_per_token * self.config.block_size)
 
     @property
     def has_unfinished(self) -> bool:
@@ -106,9 +176,7 @@ class EngineCore:
         output = self.scheduler.update(plan, result)
         if stuck:
             refused = map(RequestOutput.refused, stuck)
-            output = replace(
-                output, outputs=(*output.outputs, *refused), finished=(*output.finished, *stuck)
-            )
+            output = replace(output, outputs=(*output.outputs, *refused), finished=(*output.finished, *stuck))
         self.stats = self.metrics.observe(plan, output, started_at)
         if not plan.scheduled and plan.admission_stop is AdmissionStop.GATE:
             time.sleep(GATE_SECONDS)

@@ -121,6 +121,10 @@ class Request:
     """How many blocks of the table carry their hash. Owned by the KVCacheManager."""
     cache_salt: str = ""
     """Requests share prefix blocks only with requests of the same salt."""
+    length_limit: int = 0
+    """So many tokens, prompt included, and it ends by length. Set by the scheduler when it is added."""
+    stop_set: frozenset[int] = frozenset()
+    """Tokens that may end it: see :meth:`stops_with`. Set by the scheduler when it is added."""
     mid_prefill: bool = False
     """True after a step that left it short of its own tokens: it emitted nothing."""
     num_preemptions: int = 0
@@ -152,3 +156,29 @@ class Request:
     @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
+
+    def check_size(self, max_model_len: int) -> None:
+        """Raise ValueError for a request that could never be computed, or never end."""
+        name = f"request {self.request_id!r}"
+        if not self.prompt_token_ids:
+            raise ValueError(f"{name}: the prompt is empty")
+        if self.num_prompt_tokens >= max_model_len:
+            raise ValueError(
+                f"{name}: the prompt has {self.num_prompt_tokens} tokens, which leaves no room for output in "
+                f"max_model_len ({max_model_len})"
+            )
+        if self.sampling.max_tokens < 1:
+            raise ValueError(f"{name}: max_tokens is {self.sampling.max_tokens}, must be at least 1")
+
+    def stops_with(self, token: int, max_model_len: int) -> tuple[RequestStatus | None, int | None]:
+        """Why the request ends with ``token``, its last: EOS, then stop ids (and which), then length."""
+        sampling = self.sampling
+        outputs = self.num_output_tokens
+        if outputs >= sampling.min_tokens:
+            if token in self.eos_token_ids and not sampling.ignore_eos:
+                return RequestStatus.FINISHED_STOPPED, None
+            if token in sampling.stop_token_ids:
+                return RequestStatus.FINISHED_STOPPED, token
+        if self.num_tokens >= max_model_len or outputs >= sampling.max_tokens:
+            return RequestStatus.FINISHED_LENGTH, None
+        return None, None

@@ -96,18 +96,9 @@ class UnifiedScheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises ValueError for one that could never finish, or an id in use."""
-        name = f"request {request.request_id!r}"
         if request.request_id in self._requests:
-            raise ValueError(f"{name}: a request of this id is unfinished")
-        if not request.prompt_token_ids:
-            raise ValueError(f"{name}: the prompt is empty")
-        if request.num_prompt_tokens >= self.max_model_len:
-            raise ValueError(
-                f"{name}: the prompt has {request.num_prompt_tokens} tokens, which leaves no room for output "
-                f"in max_model_len ({self.max_model_len})"
-            )
-        if request.sampling.max_tokens < 1:
-            raise ValueError(f"{name}: max_tokens is {request.sampling.max_tokens}, must be at least 1")
+            raise ValueError(f"request {request.request_id!r}: a request of this id is unfinished")
+        request.check_size(self.max_model_len)
         self._requests[request.request_id] = request
         if request.gate is not None:
             request.status = request.gate.status
@@ -350,7 +341,7 @@ class UnifiedScheduler:
         for token in emitted:
             request.token_ids.append(token)
             kept += 1
-            finish, reason = self._stops(request, token)
+            finish, reason = request.stops_with(token, self.max_model_len)
             if finish is not None:
                 break
         rejected = num_drafts - (len(emitted) - 1)
@@ -358,19 +349,6 @@ class UnifiedScheduler:
         request.num_computed_tokens -= rejected + dropped
         self.kv.hash_blocks(request, request.num_computed_tokens)
         return RequestOutput(request.request_id, tuple(emitted[:kept]), finish, reason)
-
-    def _stops(self, request: Request, token: int) -> tuple[RequestStatus | None, int | None]:
-        """Why the request ends with ``token``, its last: EOS, then stop ids, then length."""
-        sampling = request.sampling
-        outputs = request.num_output_tokens
-        if outputs >= sampling.min_tokens:
-            if token in request.eos_token_ids and not sampling.ignore_eos:
-                return RequestStatus.FINISHED_STOPPED, None
-            if token in sampling.stop_token_ids:
-                return RequestStatus.FINISHED_STOPPED, token
-        if request.num_tokens >= self.max_model_len or outputs >= sampling.max_tokens:
-            return RequestStatus.FINISHED_LENGTH, None
-        return None, None
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
         """Out of the books; the caller takes it out of ``running``."""

@@ -134,6 +134,17 @@ def serve(
             metavar="JSON",
         ),
     ] = None,
+    scheduler: Annotated[
+        Literal["unified", "static", "two-track"],
+        _flag(
+            "Whose policy: unified (vLLM V1), or for comparison static batching, or two-track: prefill and "
+            "decode in turn (vLLM V0). Not a flag of vLLM."
+        ),
+    ] = "unified",
+    preemption_mode: Annotated[
+        Literal["recompute", "swap"], _flag("What two-track does to whom it preempts.")
+    ] = "recompute",
+    swap_space: Annotated[float, _flag("GiB of host memory for --preemption-mode swap.")] = 4,
 ) -> None:
     """Start the server; every parameter but the first six is the field of EngineConfig of the same name."""
     from engine.server import ServeError, ServerOptions

@@ -52,7 +52,7 @@ mm-processor-kwargs mm-shm-cache-max-object-size-mb mm-tensor-ipc model-class-ov
 model-loader-extra-config moe-backend nnodes node-rank num-scheduler-steps numa-bind numa-bind-cpus
 numa-bind-nodes offload-backend offload-group-size offload-num-in-group offload-params
 offload-prefetch-step optimization-level otlp-traces-endpoint override-generation-config
-per-request-spec-decode-metrics performance-mode pipeline-parallel-size pooler-config preemption-mode
+per-request-spec-decode-metrics performance-mode pipeline-parallel-size pooler-config
 prefill-context-parallel-size prefill-schedule-interval prefix-cache-retention-interval
 prefix-caching-hash-algo prefix-match-unit profiler-config pt-load-map-location quantization
 quantization-config ray-workers-use-nsight reasoning-config reasoning-parser reasoning-parser-plugin
@@ -62,7 +62,7 @@ safetensors-prefetch-num-threads scheduler-cls scheduler-reserve-full-isl show-h
 shutdown-timeout skip-mm-profiling skip-tokenizer-init sleep-mode-offload-cudagraph
 sleep-preserve-parameter-names sparse-indexer-topk-backend spec-method spec-model spec-tokens
 specialize-active-lora sse-keep-alive-interval ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers
-ssl-keyfile stream-interval structured-outputs-config swa-bounded-replay swap-space tensor-parallel-size
+ssl-keyfile stream-interval structured-outputs-config swa-bounded-replay tensor-parallel-size
 tokenizer-mode tokenizer-revision tokens-only tool-call-parser tool-parser-plugin tool-server
 tool-strict-level trust-remote-code trust-request-chat-template trust-request-mm-kwargs ubatch-size uds
 use-fp64-gumbel use-replayssm use-tqdm-on-load use-v2-block-manager video-pruning-method

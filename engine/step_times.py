@@ -1,0 +1,263 @@
+"""How long a step takes: a few named coefficients, fitted to measured steps or derived from a data sheet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from engine.step import StepPlan
+
+if TYPE_CHECKING:
+    from engine.model_config import ModelConfig
+
+KNEES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Tokens below which reading the weights may be what takes the time: what the fit chooses from."""
+TRIMMED = 0.05
+"""Share of the samples that the fit drops as noise of a shared machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What a step has to do, in the counts that its time depends on."""
+
+    tokens: int
+    """Token slots computed, padding included."""
+    sequences: int
+    """Requests served, padding included."""
+    rows: int
+    """Rows of logits: what emits, and its drafts."""
+    context: int
+    """Tokens whose keys and values are read, once a sequence."""
+    pairs: int
+    """Query-key pairs of causal attention."""
+    moved_blocks: int = 0
+    """KV blocks copied between host and device."""
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepLoad:
+        """O(requests); padding attends to itself only, which is left out."""
+        rows, padding = plan.rows, plan.padding
+        starts, counts = rows.starts, rows.counts
+        tokens, sequences, context = sum(counts), len(counts), sum(starts)
+        moved = len(plan.swap_out) + len(plan.swap_in)
+        if tokens == sequences:  # every request decodes one token: the common step
+            pairs = context + tokens
+        else:
+            pairs = sum(n * start + n * (n + 1) // 2 for start, n in zip(starts, counts, strict=True))
+        return cls(
+            tokens=tokens + sum(padding),
+            sequences=sequences + len(padding),
+            rows=sequences - len(rows.silent) + sum(map(len, rows.drafts.values())),
+            context=context + tokens,
+            pairs=pairs,
+            moved_blocks=moved,
+        )
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step, host and device apart, as a sum of what it does.
+
+    host   = host + host_per_sequence * sequences
+    device = launch + max(weights, per_token * tokens) + per_row * rows
+             + per_context * context + per_pair * pairs + per_moved_block * moved_blocks
+
+    The maximum is the roofline of the linear layers: few tokens wait for the weights to be read, many for
+    the products to be computed. All coefficients are in seconds, or seconds for each of StepLoad's counts.
+    """
+
+    host: float = 0.0
+    """Scheduling, inputs, bookkeeping, metrics: whatever the device waits for between synchronous steps."""
+    host_per_sequence: float = 0.0
+    launch: float = 0.0
+    """What every step costs the device, whatever is in it."""
+    weights: float = 0.0
+    """Reading all weights once."""
+    per_token: float = 0.0
+    per_row: float = 0.0
+    per_context: float = 0.0
+    per_pair: float = 0.0
+    per_moved_block: float = 0.0
+    source: str = ""
+    """Where the coefficients come from, for people."""
+
+    def host_seconds(self, load: StepLoad) -> float:
+        return self.host + self.host_per_sequence * load.sequences
+
+    def device_seconds(self, load: StepLoad) -> float:
+        return (
+            self.launch
+            + max(self.weights, self.per_token * load.tokens)
+            + self.per_row * load.rows
+            + self.per_context * load.context
+            + self.per_pair * load.pairs
+            + self.per_moved_block * load.moved_blocks
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> StepTimes:
+        """Raises ValueError that says what is wrong."""
+        given = json.loads(text)
+        if not isinstance(given, dict):
+            raise ValueError("step times must be a JSON object")
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(given) - known):
+            raise ValueError(f"unknown coefficient {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        for name, value in given.items():
+            if name != "source" and not _is_seconds(value):
+                raise ValueError(f"{name} must be a number of seconds, 0 or more, is {value!r:.40}")
+        return cls(**given)
+
+
+def _is_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """One measured step. ``host_seconds`` is None where the step before it is not known."""
+
+    load: StepLoad
+    device_seconds: float
+    host_seconds: float | None = None
+
+
+def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> StepTimes:
+    """The coefficients that explain measured steps best, none negative (NNLS on relative errors).
+
+    The knee of the roofline is searched among KNEES; the worst twentieth of the samples is dropped. Raises
+    ValueError for fewer than 10 samples.
+    """
+    if len(samples) < 10:
+        raise ValueError(f"{len(samples)} measured steps are too few to fit step times to; 10 is the least")
+    seconds = np.array([sample.device_seconds for sample in samples])
+    knee, coefficients = _fit_device([sample.load for sample in samples], seconds)
+    launch, per_token, per_row, per_context, per_pair, per_moved_block = coefficients
+    hosts = [(sample.load, sample.host_seconds) for sample in samples if sample.host_seconds is not None]
+    host, host_per_sequence = _fit_host(hosts)
+    return StepTimes(
+        host=host,
+        host_per_sequence=host_per_sequence,
+        launch=launch,
+        weights=per_token * knee,
+        per_token=per_token,
+        per_row=per_row,
+        per_context=per_context,
+        per_pair=per_pair,
+        per_moved_block=per_moved_block,
+        source=source,
+    )
+
+
+def _fit_device(loads: Sequence[StepLoad], seconds: np.ndarray) -> tuple[int, list[float]]:
+    """The knee, and the coefficients of 1, max(tokens, knee), rows, context, pairs, moved blocks."""
+    best: tuple[float, int, np.ndarray] | None = None
+    for knee in KNEES:
+        columns = np.array(
+            [
+                (1, max(load.tokens, knee), load.rows, load.context, load.pairs, load.moved_blocks)
+                for load in loads
+            ],
+            dtype=float,
+        )
+        coefficients, error = _relative_nnls(columns, seconds)
+        if best is None or error < best[0] * (1 - 1e-6):
+            best = error, knee, coefficients
+    assert best is not None
+    return best[1], [float(value) for value in best[2]]
+
+
+def _fit_host(hosts: Sequence[tuple[StepLoad, float]]) -> tuple[float, float]:
+    if not hosts:
+        return 0.0, 0.0
+    columns = np.array([(1, load.sequences) for load, _ in hosts], dtype=float)
+    coefficients, _ = _relative_nnls(columns, np.array([seconds for _, seconds in hosts]))
+    return float(coefficients[0]), float(coefficients[1])
+
+
+def _relative_nnls(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]:
+    """Non-negative least squares on relative errors, without the worst; and the mean of what is left."""
+    from scipy.optimize import nnls
+
+    scaled = columns / seconds[:, None]
+    widths = np.maximum(scaled.max(axis=0), 1e-300)  # so that seconds and pairs are of one size to the solver
+
+    def solve(rows: np.ndarray) -> np.ndarray:
+        found, _ = nnls(rows / widths, np.ones(len(rows)))
+        result: np.ndarray = found / widths
+        return result
+
+    errors = np.abs(scaled @ solve(scaled) - 1)
+    kept = np.argsort(errors, kind="stable")[: max(len(errors) - int(TRIMMED * len(errors)), 1)]
+    coefficients = solve(scaled[kept])
+    return coefficients, float(np.square(scaled[kept] @ coefficients - 1).mean())
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a roofline needs to know of an accelerator. ``sources``: where each number is from."""
+
+    name: str
+    memory_bytes: int
+    flops: float
+    """Dense matrix FLOP/s in the weights' type, as the maker states them."""
+    bytes_per_second: float
+    """Of its memory."""
+    host_bytes_per_second: float
+    """Of its link to the host."""
+    sources: Mapping[str, str]
+    attainable: float = 0.7
+    """Share of the stated peaks that good kernels reach; an assumption."""
+    host: float = 1e-3
+    """Seconds of scheduling and preparation a step; an assumption."""
+    host_per_sequence: float = 8e-6
+    launch: float = 5e-4
+    """Seconds of a step that are neither products nor reading; an assumption."""
+
+
+H100_SXM = Device(
+    name="H100 SXM",
+    memory_bytes=80 * 10**9,
+    flops=989.4e12,
+    bytes_per_second=3.35e12,
+    host_bytes_per_second=64e9,
+    sources={
+        "flops": "NVIDIA H100 data sheet: bfloat16 tensor core 1,979 TFLOP/s with sparsity, half of it dense",
+        "bytes_per_second": "NVIDIA H100 data sheet: 3.35 TB/s",
+        "memory_bytes": "NVIDIA H100 data sheet: 80 GB",
+        "host_bytes_per_second": "PCI Express 5.0 x16, one direction",
+    },
+)
+
+
+def roofline(model: ModelConfig, device: Device, *, block_size: int = 16, weight_bytes: int = 2) -> StepTimes:
+    """An estimate from first principles: 2 FLOP a weight and token, every weight read once a step, every key
+    and value once a sequence, 4 FLOP a query-key pair and head element (Q K^T and P V).
+
+    ``weight_bytes`` is the size of an element of weights and KV.
+    """
+    flops = device.flops * device.attainable
+    bandwidth = device.bytes_per_second * device.attainable
+    head = model.vocab_size * model.hidden_size
+    embedding = 0 if model.tie_word_embeddings else head
+    layers = model.num_parameters - head - embedding
+    kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * weight_bytes
+    return StepTimes(
+        host=device.host,
+        host_per_sequence=device.host_per_sequence,
+        launch=device.launch,
+        weights=(layers + head) * weight_bytes / bandwidth,
+        per_token=2 * layers / flops,
+        per_row=2 * head / flops,
+        per_context=kv_bytes / bandwidth,
+        per_pair=4 * model.num_layers * model.num_heads * model.head_dim / flops,
+        per_moved_block=kv_bytes * block_size / device.host_bytes_per_second,
+        source=f"roofline of {device.name} (estimate)",
+    )
