@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from engine.asgi import CLIENT_GONE, EventStream, error_event, read_body, unless_disconnected
 from engine.fields import Fields, RequestError, parse_json
-from engine.frontend import Frontend
+from engine.frontend import Delta, Frontend
 from engine.metrics import CONTENT_TYPE
 from engine.process import EngineDeadError
 from engine.protocol import (
@@ -100,23 +100,27 @@ class Api:
         limit = self._max_model_len
         sampled = [(ids, options.sampling_for(len(ids), limit, default_max_tokens)) for ids in prompts]
         if options.stream:
-            return EventStream(self._events(sampled, options, writer, arrival))
+            steps = self._frontend.generate(sampled, options, arrival)
+            if options.sampling.structured_outputs is not None:  # which the engine may refuse
+                started = await unless_disconnected(request.receive, _started(steps))
+                if started is None:
+                    return Response(status_code=CLIENT_GONE)
+                steps = started
+            return EventStream(self._events(steps, writer))
         whole = self._whole(sampled, options, writer, arrival)
         return await unless_disconnected(request.receive, whole) or Response(status_code=CLIENT_GONE)
 
     async def _events(
-        self,
-        prompts: Sequence[tuple[list[int], SamplingParams]],
-        options: Options,
-        writer: Writer,
-        arrival: float,
+        self, steps: AsyncGenerator[list[Delta], None], writer: Writer
     ) -> AsyncGenerator[bytes, None]:
         """Server-sent events; an error that comes after the headers is one of them."""
         try:
-            async with contextlib.aclosing(self._frontend.generate(prompts, options, arrival)) as steps:
+            async with contextlib.aclosing(steps):
                 async for deltas in steps:
                     yield writer.chunks(deltas)
             yield writer.last_chunks()
+        except RequestError as error:
+            yield error_event(error.message, error.kind, error.status)
         except EngineDeadError as error:
             yield error_event(str(error), "EngineDeadError", 503)
         except Exception:
@@ -242,6 +246,19 @@ class Api:
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": self._version, "engine": "vtune"})
+
+
+async def _started(items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
+    """``items``, once the first is there: what goes wrong before can still be answered with a status."""
+    first = await anext(items)
+
+    async def whole() -> AsyncGenerator[T, None]:
+        async with contextlib.aclosing(items):
+            yield first
+            async for item in items:
+                yield item
+
+    return whole()
 
 
 async def _in_thread_if_long(size: int, work: Callable[..., T], *arguments: Any) -> T:

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
+from engine.fields import RequestError
 from engine.log import LOG_INTERVAL, StatLogger
 from engine.metrics import PrometheusMetrics
 from engine.model_config import ModelConfig
@@ -77,7 +78,7 @@ class Frontend:
         """Run ``options.n`` sequences of each prompt; yields what came since the last time, once a step.
 
         Choice ``i * n + j`` is sequence j of prompt i. Close the iterator (``contextlib.aclosing``) to abort
-        what is unfinished. Raises EngineDeadError.
+        what is unfinished. Raises EngineDeadError, or RequestError for what the engine refuses.
         """
         groups = [
             [self._sequence(i * options.n + j, ids, sampling, j, options, arrival) for j in range(options.n)]
@@ -94,6 +95,8 @@ class Frontend:
                     sequence = open_sequences.get(output.request_id)
                     if sequence is None:
                         continue  # it met a stop string while this was on its way
+                    if output.finish is RequestStatus.FINISHED_ERROR:
+                        raise RequestError(str(output.stop_reason))
                     deltas.append(delta := sequence.advance(output))
                     if sequence.finished:
                         self._finished(sequence, output, groups[delta.index // options.n])

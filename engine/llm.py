@@ -49,7 +49,12 @@ class _Sequence:
     stop_reason: int | str | None = None
 
     def take(self, output: RequestOutput) -> bool:
-        """Book an output; True if a stop string ended the text, so that the request is to be dropped."""
+        """Book an output; True if a stop string ended the text, so that the request is to be dropped.
+
+        Raises ValueError for a request that the engine has refused.
+        """
+        if output.finish is RequestStatus.FINISHED_ERROR:
+            raise ValueError(str(output.stop_reason))
         piece = self.stream.advance(output)
         self.text += piece.text
         self.token_ids += piece.token_ids
@@ -127,7 +132,10 @@ class LLM:
         step = added = 0
         while added < len(pending) or self.core.has_unfinished:
             while added < len(pending) and arrivals[pending[added]] <= step:
-                self.core.add(sequences[pending[added]].request)
+                request = sequences[pending[added]].request
+                self.core.add(request)
+                if request.gate is not None:
+                    self.core.grammars.wait()  # in a thread's own time, steps would not be repeatable
                 added += 1
             plan, output = self.core.step()
             stopped = [item.request_id for item in output.outputs if by_id[item.request_id].take(item)]

@@ -171,8 +171,8 @@ def _add(core: EngineCore, requests: Iterable[Request], channel: socket.socket) 
             core.add(request)
         except ValueError as error:
             logger.error(f"refused: {error}")
-            refused = RequestOutput(request.request_id, (), RequestStatus.FINISHED_ERROR)
-            channel.sendall(encode(Stepped(Outputs.of([refused]), core.metrics.idle())))
+            request.error = str(error)
+            channel.sendall(encode(Stepped(Outputs.of([RequestOutput.refused(request)]), core.metrics.idle())))
 
 
 def _drain(inbox: queue.SimpleQueue[Any], wait: bool) -> Iterator[Any]:

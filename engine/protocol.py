@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.fields import Fields, RequestError, is_token_id
+from engine.forms import parse_form
 from engine.request import SamplingParams
 
 Prompt = str | tuple[int, ...]
@@ -29,17 +30,12 @@ REFUSED = (
     "documents",
     "echo",
     "functions",
-    "guided_choice",
-    "guided_grammar",
-    "guided_json",
-    "guided_regex",
     "kv_transfer_params",
     "logit_bias",
     "logprob_token_ids",
     "prompt_embeds",
     "prompt_logprobs",
     "repetition_detection",
-    "structured_outputs",
     "suffix",
     "thinking_token_budget",
     "tools",
@@ -47,6 +43,9 @@ REFUSED = (
     "use_beam_search",
 )
 """Fields that would change the answer and that this engine does not have: refused unless empty or false."""
+
+REMOVED = ("guided_choice", "guided_grammar", "guided_json", "guided_regex")
+"""Fields that vLLM has no more; it leaves the output free, which would be taken for bound."""
 
 IGNORED = (
     "include_reasoning",
@@ -221,7 +220,7 @@ def _options(fields: Fields, config: EngineConfig, logprobs: int | None, max_tok
     _refuse_unsupported(fields, n)
     return Options(
         model=fields.text("model"),
-        sampling=_sampling(fields, logprobs),
+        sampling=replace(_sampling(fields, logprobs), structured_outputs=parse_form(fields)),
         max_tokens=max_tokens,
         n=n,
         priority=_priority(fields, config),
@@ -279,8 +278,11 @@ def _refuse_unsupported(fields: Fields, n: int) -> None:
             raise RequestError(f"{name} is not supported by this server", name)
     if fields.integer("best_of", n) != n:
         raise RequestError("best_of other than n is not supported by this server", "best_of")
-    if fields.raw("response_format") not in (None, {"type": "text"}):
-        raise RequestError("response_format: only {'type': 'text'} is supported", "response_format")
+    for name in REMOVED:
+        if fields.raw(name) is not None:
+            kind = name.removeprefix("guided_")
+            message = f"{name} is gone from vLLM's API: send structured_outputs: {{{kind}: ...}} instead"
+            raise RequestError(message, name)
     for name in IGNORED:
         fields.raw(name)
 

@@ -172,8 +172,7 @@ def _keep_form(logits: torch.Tensor, verify: Sequence[_Verify]) -> None:
         allowed = grammar.allowed(item.request.output_token_ids, item.drafts)
         for row, mask in enumerate(allowed, start=item.start):
             if mask is not None:
-                refused = torch.from_numpy(~mask[: logits.shape[-1]])
-                logits[row].masked_fill_(refused.to(logits.device), -torch.inf)
+                logits[row].masked_fill_(torch.from_numpy(~mask).to(logits.device), -torch.inf)
 
 
 def _offsets(counts: np.ndarray) -> np.ndarray:

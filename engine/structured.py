@@ -51,17 +51,18 @@ class Grammar:
     and dropped tokens need no care. Not thread-safe.
     """
 
-    __slots__ = ("_consumed", "_matcher", "_stops", "error")
+    __slots__ = ("_consumed", "_matcher", "_stops", "_vocab_size", "error")
 
-    def __init__(self, matcher: LLMatcher, stops: Sequence[int]) -> None:
-        self._matcher, self._stops = matcher, tuple(stops)
+    def __init__(self, matcher: LLMatcher, stops: Sequence[int], vocab_size: int) -> None:
+        """``stops`` are the tokens that end an output, ``vocab_size`` is the model's."""
+        self._matcher, self._stops, self._vocab_size = matcher, tuple(stops), vocab_size
         self._consumed: list[int] = []
         self.error = ""
         """Why the output cannot go on, if it cannot: nothing more is masked then."""
 
     def copy(self) -> Grammar:
         """One for another request, at the same place."""
-        grammar = Grammar(self._matcher.deep_copy(), self._stops)
+        grammar = Grammar(self._matcher.deep_copy(), self._stops, self._vocab_size)
         grammar._consumed = list(self._consumed)
         return grammar
 
@@ -108,9 +109,10 @@ class Grammar:
         if self.error:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        row = np.unpackbits(bits, bitorder="little").view(np.bool_)
+        row = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
         # Where nothing can follow, the mask has the stop tokens alone, whether the form is complete or not.
-        if row[list(self._stops)].any() and not self._matcher.is_accepting():
+        ends = row[list(self._stops)].any() and not self._matcher.is_accepting()
+        if ends or not row.any():
             self.error = self._matcher.get_error() or "the model's tokens cannot write what must follow here"
             return None
         return row
@@ -144,7 +146,7 @@ class LLGuidance:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._lock = threading.Lock()
-        self._tokenizer: LLTokenizer | None = None
+        self._loaded: tuple[LLTokenizer, int] | None = None
 
     def __call__(self, form: StructuredOutputsParams) -> Grammar:
         """Raises GrammarError, or ModelError for a tokenizer that cannot be read."""
@@ -152,14 +154,16 @@ class LLGuidance:
 
         text = grammar_text(form)
         with self._lock:
-            self._tokenizer = self._tokenizer or self._load()
+            self._loaded = self._loaded or self._load()
+            tokenizer, vocab_size = self._loaded
         limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
+        matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise GrammarError(_reason(matcher.get_error()))
-        return Grammar(matcher, self._tokenizer.eos_tokens)
+        return Grammar(matcher, tokenizer.eos_tokens, vocab_size)
 
-    def _load(self) -> LLTokenizer:
+    def _load(self) -> tuple[LLTokenizer, int]:
+        """The tokenizer, and the size of the model's vocabulary."""
         from llguidance import LLTokenizer
 
         config = self._config
@@ -169,7 +173,8 @@ class LLGuidance:
             raise GrammarError("this model has no end-of-sequence token, so that no form would ever end")
         tokenizer = Tokenizer.load(resolve_model(config.tokenizer) if config.tokenizer else path)
         size = max(model.vocab_size, tokenizer.vocab_size)
-        return LLTokenizer(tokenizer.to_json(), n_vocab=size, eos_token=list(model.eos_token_ids))
+        stops = list(model.eos_token_ids)
+        return LLTokenizer(tokenizer.to_json(), n_vocab=size, eos_token=stops), model.vocab_size
 
 
 class GrammarGate(Gate):
