@@ -12,7 +12,7 @@ from typing import Any
 from engine.explain_input import MAX_STEPS, Arrival, ExplainError, Setup
 from engine.request import Request, SamplingParams
 from engine.scheduler import UnifiedScheduler
-from engine.step import AdmissionStop, ScheduledRequest, StepOutput, StepPlan, StepResult
+from engine.step import AdmissionStop, OneEach, ScheduledRequest, StepOutput, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,9 @@ def pretend(plan: StepPlan, places: Mapping[str, int], num_speculative_tokens: i
     With i the request's place in the list and o its output tokens so far: of d scheduled drafts,
     (3 o + i) mod (d + 1) are accepted; then, o counting the new tokens, (7 o + i) mod (k + 1) are proposed.
     """
+    if num_speculative_tokens == 0:
+        emitting = plan.rows.emitting
+        return StepResult(OneEach(emitting, [0] * len(emitting)))
     tokens: dict[str, list[int]] = {}
     drafts: dict[str, list[int]] = {}
     for item in plan.scheduled:

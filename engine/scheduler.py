@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheManager
 from engine.request import Request, RequestStatus
+from engine.steady import append_tokens, plan_decodes
 from engine.step import (
     PLACEHOLDER_TOKEN_ID,
     AdmissionStop,
+    OneEach,
     Outputs,
     RequestOutput,
     Rows,
@@ -76,6 +78,8 @@ class UnifiedScheduler:
         self.stats = SchedulerStats()
         self._requests: dict[str, Request] = {}
         self._num_steps = 0
+        self.steady_path = True
+        """False leaves all to the rule loop, which decides the same and takes longer."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -100,6 +104,11 @@ class UnifiedScheduler:
             raise ValueError(f"request {request.request_id!r}: a request of this id is unfinished")
         request.check_size(self.max_model_len)
         self._requests[request.request_id] = request
+        request.length_limit = min(
+            self.max_model_len, request.num_prompt_tokens + request.sampling.max_tokens
+        )
+        eos = () if request.sampling.ignore_eos else request.eos_token_ids
+        request.stop_set = frozenset((*eos, *request.sampling.stop_token_ids))
         if request.gate is not None:
             request.status = request.gate.status
         self.waiting.add(request)
@@ -157,7 +166,10 @@ class UnifiedScheduler:
 
     def _schedule_running(self, step: _Step) -> None:
         """Serve the running requests in order while budget remains, preempting for blocks."""
-        index = 0
+        if self.steady_path:
+            step.scheduled = plan_decodes(self.running, step.budget, self.kv)
+            step.budget -= len(step.scheduled)
+        index = len(step.scheduled)
         while index < len(self.running) and step.budget > 0:
             request = self.running[index]
             num_tokens = self._tokens_for_running(request, step)
@@ -312,6 +324,10 @@ class UnifiedScheduler:
 
         Requests that were aborted since the plan was made are ignored.
         """
+        tokens = result.tokens
+        special = plan.failed or plan.rows.drafts or result.drafts or result.logprobs
+        if self.steady_path and isinstance(tokens, OneEach) and not special:
+            return self._update_steady(tokens)
         outputs = Outputs.of(map(RequestOutput.refused, plan.failed))
         finished = list(plan.failed)
         accepted_per_draft: list[tuple[int, int]] = []
@@ -319,7 +335,7 @@ class UnifiedScheduler:
             request = item.request
             if not item.emits or request.status is not RequestStatus.RUNNING:
                 continue
-            emitted = result.tokens[request.request_id]
+            emitted = tokens[request.request_id]
             output = self._append(request, emitted, len(item.drafts))
             if request.request_id in result.logprobs:
                 output = _with_logprobs(output, result)
@@ -334,6 +350,21 @@ class UnifiedScheduler:
         if finished:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         return _step_output(outputs, finished, accepted_per_draft)
+
+    def _update_steady(self, tokens: OneEach) -> StepOutput:
+        """The same where every request has emitted one token, and none had drafts or gets any."""
+        outputs, ends = append_tokens(tokens.requests, tokens.token_ids)
+        finished = []
+        for row, request in ends:
+            token = outputs.token_ids[row]
+            finish, reason = request.stops_with(token, self.max_model_len)
+            if finish is not None:
+                outputs.others[row] = RequestOutput(request.request_id, (token,), finish, reason)
+                self._finish(request, finish)
+                finished.append(request)
+        if finished:
+            self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
+        return StepOutput(outputs, tuple(finished))
 
     def _append(self, request: Request, emitted: list[int], num_drafts: int) -> RequestOutput:
         """Append token by token up to a stop. Rejected drafts and what follows a stop are not computed."""
