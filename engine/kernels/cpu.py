@@ -51,11 +51,14 @@ class PackedLinear(TorchLinear):
 class Paged:
     """A layer's keys, or its values: ``[blocks, KV heads, block_size, head_dim]`` as stored, and scales."""
 
-    def __init__(self, shape: AttentionShape, dtype: torch.dtype, num_blocks: int) -> None:
+    def __init__(
+        self, shape: AttentionShape, dtype: torch.dtype, num_blocks: int, device: torch.device | None = None
+    ) -> None:
         self._format, self._dtype = shape.kv_format, dtype
         slots = (num_blocks, shape.num_kv_heads, shape.block_size)
-        self.stored = torch.zeros((*slots, shape.head_dim), dtype=shape.kv_format.storage or dtype)
-        self.scales = torch.zeros(slots) if shape.kv_format.scaled else None
+        stored = shape.kv_format.storage or dtype
+        self.stored = torch.zeros((*slots, shape.head_dim), dtype=stored, device=device)
+        self.scales = torch.zeros(slots, device=device) if shape.kv_format.scaled else None
 
     def write(self, x: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         """Put the rows of ``x`` [T, KV heads, head_dim] into their slots."""
