@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.config import GIB, ConfigError, EngineConfig
+from engine.config import GIB, MAX_COUNT, ConfigError, EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
 from engine.model import TensorError, Workspace, attention_shape, load_decoder, rope_tables
@@ -20,7 +20,8 @@ from engine.model_config import ModelConfig, load_model_config
 from engine.model_error import ModelError
 from engine.request import Request
 from engine.sampler import Sampler, SampleRow
-from engine.spec.ngram import NgramProposer
+from engine.spec.make import make_proposer
+from engine.spec.proposer import TargetStep
 from engine.spec.rejection import accept
 from engine.step import PLACEHOLDER_TOKEN_ID, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 from engine.weights import open_checkpoint, resolve_model
@@ -67,8 +68,11 @@ class ModelRunner:
         )
         self._caches: list[Any] = []
         self._sampler = Sampler(config.seed)
-        speculative = config.speculative_config
-        self._proposer = NgramProposer(speculative, self._max_model_len) if speculative else None
+        self._proposer = make_proposer(self.config, self._decoder)
+        self._max_drafting = _max_drafting(config)
+        if self._proposer is not None:
+            self.weights_bytes += self._proposer.weights_bytes
+            self.kv_bytes_per_token += self._proposer.kv_bytes_per_token
 
     @property
     def max_model_len(self) -> int:
@@ -83,7 +87,8 @@ class ModelRunner:
         )
         sampling = Sampler.scratch_bytes(self._max_rows, self.model_config.vocab_size)
         inputs = INPUT_BYTES * self.config.max_num_batched_tokens
-        return self._workspace.nbytes + inputs + max(operations, sampling)
+        drafting = self._proposer.activation_bytes() if self._proposer is not None else 0
+        return self._workspace.nbytes + inputs + drafting + max(operations, sampling)
 
     def allocate(self, num_blocks: int) -> None:
         """Make the paged KV tensors of every layer, ``num_blocks`` blocks each (the null block included).
@@ -101,6 +106,8 @@ class ModelRunner:
                 f"lower --{flag.replace('_', '-')}",
             )
         self._caches = [self._kernels.allocate_cache(num_blocks) for _ in range(self.model_config.num_layers)]
+        if self._proposer is not None:
+            self._proposer.allocate(num_blocks)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -110,10 +117,14 @@ class ModelRunner:
         token_ids, batch = self._inputs(plan.scheduled)
         hidden = self._decoder.forward(token_ids, batch, self._caches, self._workspace)
         rows, verify = _logit_rows(plan.scheduled, batch)
-        if not verify:
-            return StepResult({})
-        logits = self._decoder.logits(hidden, torch.tensor(rows), self._workspace)
-        return self._emit(logits, verify)
+        result = StepResult({})
+        if verify:
+            result = self._emit(self._decoder.logits(hidden, torch.tensor(rows), self._workspace), verify)
+        if self._proposer is None:
+            return result
+        drafting = plan.num_running <= self._max_drafting
+        step = TargetStep(plan.scheduled, result.tokens, hidden, drafting)
+        return replace(result, drafts=_in_form(self._proposer.propose(step), step))
 
     def _inputs(self, scheduled: Sequence[ScheduledRequest]) -> tuple[torch.Tensor, Batch]:
         """The step's token ids, and where each of them stands."""
@@ -145,7 +156,6 @@ class ModelRunner:
         _keep_form(logits, verify)
         sampled, logprobs = self._sampler.sample(logits, rows)
         tokens: dict[str, list[int]] = {}
-        drafts: dict[str, list[int]] = {}
         found: dict[str, list[TokenLogprobs]] = {}
         for item in verify:
             name, end = item.request.request_id, item.start + len(item.drafts) + 1
@@ -154,13 +164,16 @@ class ModelRunner:
             if item.request.sampling.logprobs is not None:
                 asked = logprobs[item.start : item.start + len(emitted)]
                 found[name] = [entry for entry in asked if entry is not None]
-            if self._proposer is not None:
-                proposed = self._proposer.propose(item.request.token_ids + emitted)
-                grammar = item.request.grammar
-                if grammar is not None:
-                    proposed = grammar.keep_valid(item.request.output_token_ids + emitted, proposed)
-                drafts[name] = proposed
-        return StepResult(tokens, drafts, found)
+        return StepResult(tokens, logprobs=found)
+
+
+def _in_form(drafts: dict[str, list[int]], step: TargetStep) -> dict[str, list[int]]:
+    """The drafts as far as the grammars of structured outputs allow."""
+    for request, emitted in step.emitting():
+        name = request.request_id
+        if request.grammar is not None and drafts.get(name):
+            drafts[name] = request.grammar.keep_valid(request.output_token_ids + emitted, drafts[name])
+    return drafts
 
 
 def _keep_form(logits: torch.Tensor, verify: Sequence[_Verify]) -> None:
@@ -194,6 +207,13 @@ def _logit_rows(scheduled: Sequence[ScheduledRequest], batch: Batch) -> tuple[li
         verify.append(_Verify(item.request, real, len(rows)))
         rows += range(first, first + len(real) + 1)
     return rows, verify
+
+
+def _max_drafting(config: EngineConfig) -> int:
+    """How many requests may run for drafts to be proposed."""
+    speculative = config.speculative_config
+    limit = None if speculative is None else speculative.disable_by_batch_size
+    return MAX_COUNT if limit is None else limit
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from engine.config import SpeculativeConfig
+from engine.kernels.base import Int32
+from engine.spec.history import Histories
+from engine.spec.proposer import Proposer, TargetStep
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Drafts from the request's own tokens; no model. Same choice as vLLM's n-gram proposer."""
 
     def __init__(self, config: SpeculativeConfig, max_model_len: int) -> None:
         self._k = config.num_speculative_tokens
         self._min, self._max = config.prompt_lookup_min, config.prompt_lookup_max
         self._max_model_len = max_model_len
+        self._histories = Histories()
 
-    def propose(self, token_ids: Sequence[int]) -> list[int]:
+    def propose(self, step: TargetStep) -> dict[str, list[int]]:
+        self._histories.remove_finished()
+        if not step.drafting:
+            return {}
+        return {
+            request.request_id: self.draft(self._histories.of(request).extended(emitted))
+            for request, emitted in step.emitting()
+        }
+
+    def draft(self, tokens: Int32) -> list[int]:
         """Up to k tokens after the first occurrence of the longest suffix (min to max tokens) that recurs."""
-        k = min(self._k, self._max_model_len - len(token_ids))
-        if k <= 0 or len(token_ids) < self._min + 1:
+        k = min(self._k, self._max_model_len - len(tokens))
+        if k <= 0 or len(tokens) < self._min + 1:
             return []
-        tokens = np.asarray(token_ids, dtype=np.int32)
         end = self._match_end(tokens)
-        return [] if end is None else tokens[end : end + k].tolist()
+        if end is None:
+            return []
+        draft: list[int] = tokens[end : end + k].tolist()
+        return draft
 
-    def _match_end(self, tokens: np.ndarray) -> int | None:
+    def _match_end(self, tokens: Int32) -> int | None:
         """Where the best earlier occurrence of the suffix ends: the longest, of equals the first."""
         total = len(tokens)
         ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1  # an occurrence of 1 token ends here

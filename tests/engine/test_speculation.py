@@ -43,7 +43,7 @@ def by_brute_force(tokens: list[int], k: int, low: int, high: int) -> list[int]:
     ],
 )
 def test_ngram_examples(tokens: list[int], expected: list[int]) -> None:
-    assert proposer(3, 2, 4).propose(tokens) == expected
+    assert proposer(3, 2, 4).draft(np.array(tokens, dtype=np.int32)) == expected
 
 
 @settings(max_examples=300, deadline=None)
@@ -54,13 +54,15 @@ def test_ngram_examples(tokens: list[int], expected: list[int]) -> None:
     extra=st.integers(0, 3),
 )
 def test_ngram_equals_brute_force(tokens: list[int], k: int, low: int, extra: int) -> None:
-    assert proposer(k, low, low + extra).propose(tokens) == by_brute_force(tokens, k, low, low + extra)
+    assert proposer(k, low, low + extra).draft(np.array(tokens, dtype=np.int32)) == by_brute_force(
+        tokens, k, low, low + extra
+    )
 
 
 def test_ngram_stays_within_max_model_len() -> None:
     tokens = [1, 2, 3, 4, 5, 1, 2]
-    assert proposer(4, 2, 3, max_model_len=9).propose(tokens) == [3, 4]
-    assert proposer(4, 2, 3, max_model_len=7).propose(tokens) == []
+    assert proposer(4, 2, 3, max_model_len=9).draft(np.array(tokens, dtype=np.int32)) == [3, 4]
+    assert proposer(4, 2, 3, max_model_len=7).draft(np.array(tokens, dtype=np.int32)) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,23 @@
+"""Which proposer a config asks for."""
+
+from __future__ import annotations
+
+from engine.config import EngineConfig
+from engine.model import Decoder
+from engine.spec.ngram import NgramProposer
+from engine.spec.proposer import Proposer
+from engine.spec.suffix import SuffixProposer
+
+
+def make_proposer(config: EngineConfig, target: Decoder) -> Proposer | None:
+    """The proposer, its weights loaded, or None where there is no speculation.
+
+    Raises ModelError for a draft that does not load, or does not fit the target.
+    """
+    speculative, max_model_len = config.speculative_config, config.max_model_len
+    if speculative is None:
+        return None
+    assert max_model_len is not None
+    if speculative.method == "ngram":
+        return NgramProposer(speculative, max_model_len)
+    return SuffixProposer(speculative, max_model_len)
