@@ -95,9 +95,9 @@ def doctor(
     from doctor.diagnose import diagnose
     from doctor.logfile import read_log
     from doctor.playbook import PlaybookError
-    from doctor.slo import SloError
     from doctor.sources import SourceError
     from loadgen.flags import FlagError, parse_command
+    from loadgen.slo import SloError
 
     try:
         source = _source(metrics, prometheus, series, log, selector)

@@ -20,6 +20,7 @@ from rich.console import Console
 
 from loadgen.arrivals import ArrivalError
 from loadgen.flags import FlagError, ServerCommand, parse_command
+from loadgen.slo import SloError
 from loadgen.target import Target
 from loadgen.targets.server import ServerTarget
 from loadgen.workload import PRESETS as WORKLOADS
@@ -31,7 +32,7 @@ from tuner.launch import BUNDLED_HUB_ID, Launch, launch
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
 from tuner.report import Facts, write_report
-from tuner.slo import SloError, parse_slo
+from tuner.slo import parse_slo
 from tuner.space import SPECULATION, Config, SpaceError, build_space, effective
 from tuner.study import StudyError, open_storage, open_study
 from tuner.trial import Bench, SetupFailed

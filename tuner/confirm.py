@@ -11,9 +11,10 @@ from typing import Any
 from scipy.special import stdtrit
 
 from loadgen.compare import Comparison
+from loadgen.slo import COUNTS, Bound, format_value, name_of
 from tuner.measure import Run, measure
 from tuner.result import Measurement, without_nan
-from tuner.slo import COUNTS, Bound, RelativeBound, Slo, format_value, name_of
+from tuner.slo import RelativeBound, Slo
 
 MIN_GAIN = 0.05
 """The objective must improve by this much, beside an interval that excludes no improvement."""

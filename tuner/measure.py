@@ -10,9 +10,10 @@ import numpy as np
 
 from loadgen import stats
 from loadgen.record import Records
+from loadgen.slo import LATENCIES, RATES, name_of
 from loadgen.verdict import backlog as backlog_of
 from tuner.result import Measurement, Reading
-from tuner.slo import LATENCIES, RATES, Slo, name_of
+from tuner.slo import Slo
 
 ALWAYS = (
     "itl_p50",

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from loadgen.slo import STATISTICS, format_value
 from tuner.confirm import Change, Confirmation
 from tuner.result import TrialResult
-from tuner.slo import STATISTICS, Objective, Slo, format_value
+from tuner.slo import Objective, Slo
 from tuner.space import Space
 from tuner.study import describe_changes
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import plotly.graph_objects as go
 
+from loadgen.slo import LATENCIES
 from loadgen.stats import Distribution
 from tuner.outcome import label
 from tuner.result import TrialResult
-from tuner.slo import LATENCIES, Slo
+from tuner.slo import Slo
 from tuner.space import Space
 from tuner.study import describe_changes
 

@@ -16,13 +16,14 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from loadgen.record import Records, RecordsError, write_atomically
+from loadgen.slo import format_value
 from loadgen.stats import Distribution
 from tuner import plots
 from tuner.launch import Launch
 from tuner.measure import pooled
 from tuner.outcome import Outcome, describe_trial, label
 from tuner.result import TrialResult, without_nan
-from tuner.slo import Slo, format_value
+from tuner.slo import Slo
 from tuner.space import Space
 from tuner.study import describe_changes
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
-from tuner.slo import COUNTS, Bound, Objective, name_of
+from loadgen.slo import COUNTS, Bound, name_of
+from tuner.slo import Objective
 
 Status = Literal["measured", "stopped", "failed", "refused", "duplicate", "interrupted"]
 """measured: at full length. stopped: a short rung sufficed. failed: did not serve. refused: broke a rule and

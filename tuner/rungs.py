@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 
+from loadgen.slo import COUNTS, RATES, Bound, format_value
 from tuner.result import Measurement
-from tuner.slo import COUNTS, RATES, Bound, Objective, format_value
+from tuner.slo import Objective
 
 MARGIN = 0.15
 """Gaps between tokens of one stall are not independent, so an interval is narrower than it should be."""

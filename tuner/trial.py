@@ -13,6 +13,7 @@ from typing import Any
 
 from loadgen.probe import Unreachable
 from loadgen.record import Records
+from loadgen.slo import Bound
 from loadgen.target import OpenTarget, Target, TargetFailed
 from loadgen.workload import Schedule
 from tuner.interrupts import Interrupts
@@ -22,7 +23,7 @@ from tuner.observer import Observer
 from tuner.result import SERVES, Measurement, Status, TrialResult
 from tuner.rungs import reason_to_stop
 from tuner.scrape import read_figures
-from tuner.slo import Bound, Slo
+from tuner.slo import Slo
 from tuner.study import Proposal
 
 BROKEN_SHARE = 0.5

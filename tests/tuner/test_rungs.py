@@ -2,9 +2,10 @@ import math
 
 import pytest
 
+from loadgen.slo import Bound
 from tuner.result import Measurement, Reading
 from tuner.rungs import reason_to_stop
-from tuner.slo import NO_BACKLOG, NO_FAILURE, Bound, Objective
+from tuner.slo import NO_BACKLOG, NO_FAILURE, Objective
 
 ITL = Objective("itl_p99", "minimize")
 

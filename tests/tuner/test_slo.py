@@ -4,17 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.slo import (
-    LATENCIES,
-    PRESETS,
-    STATISTICS,
-    UNITS,
-    Bound,
-    Objective,
-    SloError,
-    format_value,
-    parse_slo,
-)
+from loadgen.slo import LATENCIES, STATISTICS, UNITS, Bound, SloError, format_value
+from tuner.slo import PRESETS, Objective, parse_slo
 
 
 def test_the_example_of_the_documentation():
