@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine.kernels.base import AttentionShape, Batch, Kernels, Linear
-from engine.model_config import ModelConfig, RopeConfig
+from engine.kernels.kv_format import AUTO, KVFormat
+from engine.model_config import ModelConfig
+from engine.rope import RopeConfig
 
 
 class TensorError(ValueError):
@@ -18,24 +21,68 @@ class TensorError(ValueError):
 
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_IGNORED = re.compile(
+    r"^lm_head\.weight$|rotary_emb\.inv_freq$|^(?:model\.)?(?:vision_tower|multi_modal_projector)\."
+)
+"""What checkpoints hold beside the decoder: a head that is tied, tables, and the parts that see."""
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin, fp32, each [length, head_dim / 2]."""
     frequencies = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if rope.scaling is not None:
-        frequencies = _scale_llama3(frequencies, rope.scaling)
+    stretch = _STRETCHES.get(rope.kind)
+    if stretch is not None:
+        frequencies = stretch(frequencies, rope)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    return angles.cos(), angles.sin()
+    size = rope.numbers.get("attention_factor", 1.0)
+    return angles.cos() * size, angles.sin() * size
 
 
-def _scale_llama3(frequencies: torch.Tensor, scaling: Mapping[str, float]) -> torch.Tensor:
+def layer_rope_tables(config: ModelConfig, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of every kind of layer, fp32, each [kinds, length, head_dim / 2]."""
+    tables = [rope_tables(kind.rope, config.head_dim, length) for kind in config.kinds]
+    cos, sin = zip(*tables, strict=True)
+    return torch.stack(cos), torch.stack(sin)
+
+
+def _stretch_linear(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    return frequencies / rope.numbers["factor"]
+
+
+def _stretch_llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     """Llama 3.1's rule: long wavelengths divided by ``factor``, short ones kept, a ramp in between."""
+    scaling = rope.numbers
     factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = original * frequencies / (2 * math.pi)
     ramp = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return (1.0 - ramp) * frequencies / factor + ramp * frequencies
+
+
+def _stretch_yarn(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
+    """YaRN (arXiv 2309.00071, section 3.2): what turns at most ``beta_slow`` times within the original
+    context is divided by ``factor``, what turns at least ``beta_fast`` times is kept; a ramp in between."""
+    scaling, dimensions = rope.numbers, 2 * len(frequencies)
+    original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
+
+    def dimension(turns: float) -> float:
+        """The (fractional) pair of dimensions that turns so often within the original context."""
+        return dimensions * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dimension(scaling["beta_fast"]), dimension(scaling["beta_slow"])
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dimensions - 1)
+    width = high - low or 0.001
+    ramp = ((torch.arange(len(frequencies), dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return ramp * frequencies / factor + (1.0 - ramp) * frequencies
+
+
+_STRETCHES: Mapping[str, Callable[[torch.Tensor, RopeConfig], torch.Tensor]] = {
+    "linear": _stretch_linear,
+    "llama3": _stretch_llama3,
+    "yarn": _stretch_yarn,
+}
 
 
 class Workspace:
@@ -72,14 +119,20 @@ class DecoderLayer:
     qkv: Linear
     o: Linear
     post_norm: torch.Tensor
+    """Before the MLP."""
     gate_up: Linear
     down: Linear
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Of the heads of q and k, before they are rotated."""
+    output_norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    """Behind the attention and behind the MLP, before their residuals are added."""
 
     @property
     def nbytes(self) -> int:
         linears = (self.qkv, self.o, self.gate_up, self.down)
-        norm = 0 if self.input_norm is None else self.input_norm.nbytes
-        return norm + self.post_norm.nbytes + sum(linear.nbytes for linear in linears)
+        norms = (self.input_norm, self.post_norm, *(self.head_norms or ()), *(self.output_norms or ()))
+        sizes = (norm.nbytes for norm in norms if norm is not None)
+        return sum(sizes) + sum(linear.nbytes for linear in linears)
 
 
 class Decoder:
@@ -96,6 +149,9 @@ class Decoder:
     ) -> None:
         self.config, self.kernels = config, kernels
         self.embedding, self.layers, self.norm, self.head = embedding, layers, norm, head
+        # In the computed type, as the model was trained: Gemma's sqrt(1152) is 34 in bfloat16.
+        self._embedding_scale = torch.tensor(config.embedding_scale, dtype=embedding.dtype).item()
+        self._activate = kernels.silu_mul if config.activation == "silu" else kernels.gelu_mul
 
     @property
     def weights_bytes(self) -> int:
@@ -106,7 +162,10 @@ class Decoder:
         self, token_ids: torch.Tensor, batch: Batch, caches: list[Any], workspace: Workspace
     ) -> torch.Tensor:
         """The residual stream after the last layer, [T, hidden]: a view of the workspace."""
-        torch.index_select(self.embedding, 0, token_ids, out=workspace.hidden[: len(token_ids)])
+        hidden = workspace.hidden[: len(token_ids)]
+        torch.index_select(self.embedding, 0, token_ids, out=hidden)
+        if self._embedding_scale != 1.0:
+            hidden *= self._embedding_scale
         return self.layers_forward(batch, caches, workspace)
 
     def layers_forward(self, batch: Batch, caches: list[Any], workspace: Workspace) -> torch.Tensor:
@@ -122,14 +181,33 @@ class Decoder:
             else:
                 kernels.rms_norm(hidden, layer.input_norm, eps, normed)
                 kernels.linear(normed, layer.qkv, qkv)
+            if layer.head_norms is not None:
+                kernels.norm_heads(qkv, *layer.head_norms, eps)
             kernels.rope_and_store(qkv, cache, step)
             kernels.attention(qkv, cache, step, attended)
-            kernels.linear_add(attended, layer.o, hidden)
+            attention_norm, mlp_norm = layer.output_norms or (None, None)
+            self._add(attended, layer.o, attention_norm, hidden, normed)
             kernels.rms_norm(hidden, layer.post_norm, eps, normed)
             kernels.linear(normed, layer.gate_up, gate_up)
-            kernels.silu_mul(gate_up, activated)
-            kernels.linear_add(activated, layer.down, hidden)
+            self._activate(gate_up, activated)
+            self._add(activated, layer.down, mlp_norm, hidden, normed)
         return hidden
+
+    def _add(
+        self,
+        x: torch.Tensor,
+        linear: Linear,
+        norm: torch.Tensor | None,
+        hidden: torch.Tensor,
+        scratch: torch.Tensor,
+    ) -> None:
+        """A projection back into the residual stream, through a norm where the model has one there."""
+        if norm is None:
+            self.kernels.linear_add(x, linear, hidden)
+            return
+        self.kernels.linear(x, linear, scratch)
+        self.kernels.rms_norm(scratch, norm, self.config.rms_norm_eps, scratch)
+        hidden += scratch
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor, workspace: Workspace) -> torch.Tensor:
         """fp32 logits [R, vocab] of some rows of ``hidden``: a view of the workspace."""
@@ -138,12 +216,21 @@ class Decoder:
         normed = workspace.normed[: len(rows)]
         self.kernels.rms_norm(last, self.norm, self.config.rms_norm_eps, normed)
         self.kernels.linear(normed, self.head, logits)
+        if (cap := self.config.logits_softcap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
         return logits
 
 
-def attention_shape(config: ModelConfig, block_size: int) -> AttentionShape:
+def attention_shape(config: ModelConfig, block_size: int, kv_format: KVFormat = AUTO) -> AttentionShape:
     return AttentionShape(
-        config.num_heads, config.num_kv_heads, config.head_dim, block_size, config.head_dim**-0.5
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim,
+        block_size,
+        config.attention_scale,
+        tuple(kind.window for kind in config.kinds),
+        config.attention_softcap,
+        kv_format,
     )
 
 
@@ -153,9 +240,12 @@ def load_decoder(
     """Fuse and pack a checkpoint's tensors, layer by layer as they come. Raises TensorError."""
     shapes = config.tensor_shapes()
     pending: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors:
+    extra: list[str] = []
+    for full_name, tensor in tensors:
+        name = _text_name(full_name)
         if name not in shapes:
-            continue  # such as a tied lm_head, or rotary frequencies of old checkpoints
+            extra += [] if _IGNORED.search(name) else [full_name]
+            continue
         if tuple(tensor.shape) != shapes[name]:
             raise TensorError(f"tensor {name} has shape {tuple(tensor.shape)}, expected {shapes[name]}")
         if tensor.dtype not in WEIGHT_TYPES:
@@ -165,13 +255,25 @@ def load_decoder(
     missing = sorted(set(shapes) - set(pending))
     if missing:
         raise TensorError(f"the checkpoint lacks {len(missing)} tensors, first {missing[0]}")
-    prefixes = [f"model.layers.{index}." for index in range(config.num_layers)]
-    layers = [load_layer(config, kernels, pending, prefix) for prefix in prefixes]
-    # Clones, since a tensor that is a view of the mapped file would keep all of it in memory.
+    if extra:
+        raise TensorError(
+            f"the checkpoint has {len(extra)} tensors that its config does not speak of, first {min(extra)}"
+        )
+    layers = [
+        load_layer(config, kernels, pending, f"model.layers.{index}.") for index in range(config.num_layers)
+    ]
+    # A clone, since a tensor that is a view of the mapped file would keep all of it in memory.
     embedding = pending.pop("model.embed_tokens.weight").clone()
     head = embedding if config.tie_word_embeddings else pending.pop("lm_head.weight")
-    norm = pending.pop("model.norm.weight").clone()
+    norm = kernels.pack_norm(pending.pop("model.norm.weight"), config.norm_offset)
     return Decoder(config, kernels, embedding, layers, norm, kernels.pack(head))
+
+
+def _text_name(name: str) -> str:
+    """A tensor's name without what a multimodal checkpoint, of transformers 5 or older, puts before it."""
+    if name.startswith("model.language_model."):
+        return name.replace("language_model.", "", 1)
+    return name.removeprefix("language_model.")
 
 
 def load_layer(
@@ -183,12 +285,23 @@ def load_layer(
         bias = torch.cat([b for b in biases if b is not None]) if biases[0] is not None else None
         return kernels.pack(weight, bias)
 
-    first = pending.pop(prefix + "input_layernorm.weight", None)
+    def norm(name: str) -> torch.Tensor:
+        return kernels.pack_norm(pending.pop(f"{prefix}{name}.weight"), config.norm_offset)
+
+    head_norms = (norm("self_attn.q_norm"), norm("self_attn.k_norm")) if config.qk_norm else None
+    output_norms = None
+    if config.output_norms:  # then HF's post_attention_layernorm is behind the attention, not before the MLP
+        output_norms = norm("post_attention_layernorm"), norm("post_feedforward_layernorm")
+        post_norm = norm("pre_feedforward_layernorm")
+    else:
+        post_norm = norm("post_attention_layernorm")
     return DecoderLayer(
-        input_norm=None if first is None else first.clone(),
+        input_norm=norm("input_layernorm") if f"{prefix}input_layernorm.weight" in pending else None,
         qkv=fuse("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         o=fuse("self_attn.o_proj"),
-        post_norm=pending.pop(prefix + "post_attention_layernorm.weight").clone(),
+        post_norm=post_norm,
         gate_up=fuse("mlp.gate_proj", "mlp.up_proj"),
         down=fuse("mlp.down_proj"),
+        head_norms=head_norms,
+        output_norms=output_norms,
     )

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, Literal
-
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -18,7 +15,7 @@ class Family:
     """One architecture. What is not set here is as in Llama, or read from the config."""
 
     windows: Literal["none", "all", "late", "alternating"] = "none"
-    """Layers with a sliding window: none; all; from max_window_layers on, where use_sliding_window is set; all
+    """Layers with a sliding window: none; all; from max_window_layers on, if use_sliding_window is set; all
     but every sliding_window_pattern-th. The last two obey the config's ``layer_types``, if it has them."""
     qkv_bias: bool = False
     """Biases on q, k and v (and not on o), whatever the config says."""
@@ -36,7 +33,7 @@ class Family:
     """max_position_embeddings already counts the factor of a linear rope scaling."""
     text_config: bool = False
     """The language model of a multimodal checkpoint: its config is nested, its tensors have a prefix."""
-    defaults: Mapping[str, Any] = field(default=NOTHING)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     """Of the config's keys; published files leave out what transformers' classes have as default."""
 
 

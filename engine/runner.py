@@ -15,7 +15,7 @@ import torch
 from engine.config import GIB, MAX_COUNT, ConfigError, EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
-from engine.model import TensorError, Workspace, attention_shape, load_decoder, rope_tables
+from engine.model import TensorError, Workspace, attention_shape, layer_rope_tables, load_decoder
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_error import ModelError
 from engine.request import Request
@@ -50,8 +50,9 @@ class ModelRunner:
         self._max_model_len = _max_model_len(self.config, self.model_config)
         self.dtype = _dtype(config.dtype, self.model_config.dtype)
         _check_memory(self.model_config, self._max_model_len, self.dtype, path)
+        self.model_config = self.model_config.within(self._max_model_len)
         shape = attention_shape(self.model_config, config.block_size)
-        cos, sin = rope_tables(self.model_config.rope, shape.head_dim, self._max_model_len)
+        cos, sin = layer_rope_tables(self.model_config, self._max_model_len)
         self._kernels = make_kernels(shape, self.dtype, cos, sin)
         checkpoint = open_checkpoint(path, config.load_format, config.seed)
         try:
@@ -59,7 +60,7 @@ class ModelRunner:
         except TensorError as error:
             raise ModelError(f"{path}: {error}") from None
         self.weights_bytes = self._decoder.weights_bytes
-        self.kv_bytes_per_token = 2 * shape.kv_size * self.dtype.itemsize * self.model_config.num_layers
+        self.kv_bytes_per_token = shape.kv_bytes(self.dtype) * self.model_config.num_layers
         self._max_rows = min(
             config.max_num_seqs * (1 + config.num_speculative_tokens), config.max_num_batched_tokens
         )
@@ -105,7 +106,11 @@ class ModelRunner:
                 f"weights and KV cache take {wanted / GIB:,.1f} GiB, this machine has {memory / GIB:,.1f}",
                 f"lower --{flag.replace('_', '-')}",
             )
-        self._caches = [self._kernels.allocate_cache(num_blocks) for _ in range(self.model_config.num_layers)]
+        model = self.model_config
+        self._caches = [
+            self._kernels.allocate_cache(num_blocks, model.kind_of(layer))
+            for layer in range(model.num_layers)
+        ]
         if self._proposer is not None:
             self._proposer.allocate(num_blocks)
 
@@ -235,7 +240,7 @@ def _machine_memory() -> int:
 
 def _check_memory(model: ModelConfig, max_model_len: int, dtype: torch.dtype, path: Path) -> None:
     """Refuse what cannot be in memory, before trying brings the machine down. Raises ModelError."""
-    tables = 4 * max_model_len * model.head_dim
+    tables = 4 * max_model_len * model.head_dim * len(model.kinds)
     wanted = model.num_parameters * dtype.itemsize + tables
     if wanted > (memory := _machine_memory()):
         raise ModelError(

@@ -139,9 +139,10 @@ class DummyCheckpoint:
         from engine.model_config import ModelConfig
 
         generator = torch.Generator().manual_seed(self._seed)
-        for name, shape in ModelConfig.from_hf(self.config).tensor_shapes().items():
+        model = ModelConfig.from_hf(self.config)
+        for name, shape in model.tensor_shapes().items():
             if name.endswith("norm.weight"):
-                yield name, torch.ones(shape)
+                yield name, torch.full(shape, 1.0 - model.norm_offset)
             elif name.endswith("bias"):
                 yield name, torch.zeros(shape)
             else:

@@ -15,8 +15,9 @@ from tiny_llama import make_request, run_step, save_tiny_llama, write_config
 from engine.bundled import write_checkpoint
 from engine.config import EngineConfig
 from engine.gguf_checkpoint import GgufCheckpoint, GgufError
-from engine.model_config import ModelConfig, RopeConfig, load_model_config
+from engine.model_config import LayerKind, ModelConfig, load_model_config
 from engine.model_error import ModelError
+from engine.rope import RopeConfig
 from engine.runner import ModelRunner
 from engine.tokenizer import Tokenizer
 from engine.weights import open_checkpoint, resolve_model
@@ -62,7 +63,7 @@ def test_gguf_runs_as_its_hf_twin(llama: Path, gguf: Path) -> None:
 def test_gguf_config(gguf: Path) -> None:
     config = load_model_config(gguf)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (2, 1, 32)
-    assert (config.rope, config.rms_norm_eps) == (RopeConfig(1000.0), 1e-5)
+    assert (config.kinds, config.rms_norm_eps) == ((LayerKind(None, RopeConfig(1000.0)),), 1e-5)
     assert (config.eos_token_ids, config.vocab_size) == ((2,), len(TOKENS))
     assert not config.tie_word_embeddings
 
@@ -181,7 +182,7 @@ def test_dummy_takes_the_path_of_a_config(tmp_path: Path) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "dynamic"}}, "rope type 'dynamic' is not supported"),
         ({"rope_scaling": {"type": "llama3", "factor": 8}}, "llama3 rope scaling lacks low_freq_factor"),
         ({"architectures": 5}, "architecture 5 is not supported"),
         ({"hidden_size": None}, r"config\.json: hidden_size is missing"),

@@ -14,7 +14,7 @@ from engine.kernels.base import AttentionShape, Batch, Kernels
 from engine.kernels.cpu import TorchKernels
 from engine.kernels.native import NativeKernels, NativeUnavailable, load_library
 from engine.model import rope_tables
-from engine.model_config import RopeConfig
+from engine.rope import RopeConfig
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 SHAPES = {  # heads, KV heads, head_dim, block size
