@@ -15,6 +15,8 @@ import torch
 from engine.config import GIB, MAX_COUNT, ConfigError, EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
+from engine.kernels.host import HostBlocks
+from engine.lab.padding import padding_sequences
 from engine.model import TensorError, Workspace, attention_shape, layer_rope_tables, load_decoder
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_error import ModelError
@@ -68,6 +70,7 @@ class ModelRunner:
             self.model_config, self.dtype, config.max_num_batched_tokens, self._max_rows
         )
         self._caches: list[Any] = []
+        self._host: HostBlocks | None = None
         self._sampler = Sampler(config.seed)
         self._proposer = make_proposer(self.config, self._decoder)
         self._max_drafting = _max_drafting(config)
@@ -114,14 +117,27 @@ class ModelRunner:
         if self._proposer is not None:
             self._proposer.allocate(num_blocks)
 
+    def allocate_host(self, num_blocks: int) -> None:
+        """Make the swap space in host memory. Raises ConfigError for more than the machine has."""
+        wanted = num_blocks * self.config.block_size * self.kv_bytes_per_token
+        if wanted > (memory := _machine_memory()):
+            rule = f"this machine has {memory / GIB:,.1f} GiB"
+            raise ConfigError("swap_space", self.config.swap_space, rule, "lower --swap-space")
+        self._host = HostBlocks(self._caches, num_blocks)
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens into the KV cache, and choose the next ones of requests that emit."""
+        if self._host is not None:
+            self._host.swap(plan.swap_out, plan.swap_in)
         if not plan.scheduled:
             return StepResult({})
-        token_ids, batch = self._inputs(plan.scheduled)
+        scheduled = plan.scheduled
+        if plan.padding:
+            scheduled = [*scheduled, *padding_sequences(plan, self.config.block_size)]
+        token_ids, batch = self._inputs(scheduled)
         hidden = self._decoder.forward(token_ids, batch, self._caches, self._workspace)
-        rows, verify = _logit_rows(plan.scheduled, batch)
+        rows, verify = _logit_rows(scheduled, batch)
         result = StepResult({})
         if verify:
             result = self._emit(self._decoder.logits(hidden, torch.tensor(rows), self._workspace), verify)
