@@ -1,0 +1,23 @@
+"""Import this before anything of ``engine.kernels.triton``: kernels run in Triton's interpreter, on the CPU.
+
+Triton decides at its import whether it interprets, so the variable is set just for that moment; processes
+that tests start do not inherit it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+import pytest
+
+os.environ["TRITON_INTERPRET"] = "1"
+try:
+    pytest.importorskip("triton", reason="triton is for Linux only")
+    # The interpreter imports it at the first launch, when it would ask for the variable again.
+    importlib.import_module("triton.experimental.gluon")
+    from engine.kernels.triton import activation, attention, norm, quantise, rope
+finally:
+    del os.environ["TRITON_INTERPRET"]
+
+__all__ = ["activation", "attention", "norm", "quantise", "rope"]
