@@ -102,7 +102,7 @@ class Grammar:
             del consumed[same:]
         new = list(output[len(consumed) :])
         if self._matcher.try_consume_tokens(new) < len(new):
-            self.error = self._matcher.get_error() or "the output has left its form"
+            self.error = "the output has left its form"
         consumed += new
 
     def _row(self) -> npt.NDArray[np.bool_] | None:
@@ -113,7 +113,12 @@ class Grammar:
         # Where nothing can follow, the mask has the stop tokens alone, whether the form is complete or not.
         ends = row[list(self._stops)].any() and not self._matcher.is_accepting()
         if ends or not row.any():
-            self.error = self._matcher.get_error() or "the model's tokens cannot write what must follow here"
+            reason = self._matcher.stop_reason()
+            self.error = (
+                f"the form is too complex to go on with here ({reason})"
+                if reason.endswith("TooComplex")
+                else "the model's tokens cannot write what the form has next"
+            )
             return None
         return row
 
@@ -182,7 +187,9 @@ class GrammarGate(Gate):
 
     status = RequestStatus.WAITING_FOR_GRAMMAR
 
-    def __init__(self, request: Request, compiled: Future[Grammar], on_open: Callable[[Request], None]) -> None:
+    def __init__(
+        self, request: Request, compiled: Future[Grammar], on_open: Callable[[Request], None]
+    ) -> None:
         self._request, self._compiled, self._on_open = request, compiled, on_open
 
     def ready(self) -> bool:
