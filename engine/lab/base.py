@@ -116,7 +116,7 @@ class LabScheduler(ABC):
             assert request.status is not RequestStatus.RUNNING
             assert not request.status.finished
             assert not request.block_ids
-        self.kv.check(self._requests.values())
+        self.kv.check(self.running)
 
     def _queued(self) -> Iterable[Request]:
         """Everybody who is alive and not running."""

@@ -1,0 +1,123 @@
+"""Step times of a real engine on this machine: measured on a short run of all kinds of steps, then fitted."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from engine.config import EngineConfig
+from engine.core import EngineCore, Runner
+from engine.request import Request, SamplingParams
+from engine.step import StepPlan, StepResult
+from engine.step_times import StepLoad, StepSample, StepTimes, fit_step_times
+
+TOKEN_IDS = range(100, 1100)
+"""What prompts are made of: ids that every vocabulary of a real model has."""
+
+
+class RecordingRunner:
+    """Another runner, and a note of how long each step took: ``samples``.
+
+    The host's time is what passes between two steps, so the loop around it must not idle; call ``pause``
+    where it does.
+    """
+
+    def __init__(self, runner: Runner, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.samples: list[StepSample] = []
+        self.weights_bytes, self.kv_bytes_per_token = runner.weights_bytes, runner.kv_bytes_per_token
+        self._runner, self._clock = runner, clock
+        self._ended: float | None = None
+
+    @property
+    def max_model_len(self) -> int:
+        return self._runner.max_model_len
+
+    def profile_activation(self) -> int:
+        return self._runner.profile_activation()
+
+    def allocate(self, num_blocks: int) -> None:
+        self._runner.allocate(num_blocks)
+
+    def allocate_host(self, num_blocks: int) -> None:
+        self._runner.allocate_host(num_blocks)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        began = self._clock()
+        result = self._runner.execute(plan)
+        ended = self._clock()
+        if plan.scheduled:
+            host = None if self._ended is None else began - self._ended
+            self.samples.append(StepSample(StepLoad.of(plan), ended - began, host))
+        self._ended = self._clock()
+        return result
+
+    def pause(self) -> None:
+        """What passes before the next step is no work."""
+        self._ended = None
+
+
+@dataclass(frozen=True)
+class Wave:
+    """Requests that come together, a step apart."""
+
+    prompts: Sequence[int]
+    """Their lengths in tokens."""
+    output: int
+    """Tokens that each of them emits."""
+
+
+WAVES = (
+    Wave((4,), 12),
+    Wave((32,), 8),
+    Wave((512,), 12),
+    Wave((128, 64, 256, 32), 16),
+    Wave((24,) * 16, 16),
+    Wave((8,) * 32, 12),
+    Wave((320,) * 8, 12),
+    Wave((700, 16, 16, 350, 16, 16, 900, 16), 16),
+    Wave((1500,), 8),
+)
+"""Prompts and decodes, few and many, short and long, apart and mixed: about 10,000 tokens."""
+
+
+def calibrate(config: EngineConfig, runner: Runner | None = None) -> tuple[StepTimes, list[StepSample]]:
+    """Measure the steps of an engine of this config, and fit: half a minute on the bundled model.
+
+    ``runner=None`` loads ``config.model``. Leave the machine alone meanwhile. Raises as EngineCore does.
+    """
+    if runner is None:
+        from engine.runner import ModelRunner  # torch: only where a model is computed
+
+        runner = ModelRunner(config)
+    recording = RecordingRunner(runner)
+    core = EngineCore(config, recording)
+    for number, wave in enumerate((WAVES[1], *WAVES)):
+        _run(core, wave, number)
+        recording.pause()
+        if number == 0:
+            recording.samples.clear()  # it found caches cold and threads asleep
+    samples = recording.samples
+    times = fit_step_times(samples, source=f"{len(samples)} steps of {config.served_name} on this machine")
+    return times, samples
+
+
+def _run(core: EngineCore, wave: Wave, number: int) -> None:
+    limit = core.config.max_model_len
+    assert limit is not None
+    prompts = [min(length, limit - wave.output) for length in wave.prompts[: core.config.max_num_seqs]]
+    for place, length in enumerate(prompts):
+        ids = [TOKEN_IDS[(7 * number + 31 * place + 3 * i) % len(TOKEN_IDS)] for i in range(length)]
+        sampling = SamplingParams(max_tokens=wave.output, temperature=0.0, ignore_eos=True)
+        core.add(Request(f"calibration-{number}-{place}", ids, sampling))
+        core.step()
+    while core.has_unfinished:
+        core.step()
+
+
+def median_error(times: StepTimes, samples: Sequence[StepSample]) -> float:
+    """The median of the relative errors of the device's seconds."""
+    return statistics.median(
+        abs(times.device_seconds(sample.load) / sample.device_seconds - 1) for sample in samples
+    )
