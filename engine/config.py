@@ -178,6 +178,11 @@ def _complete(given: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
+KVCacheDtype = Literal[
+    "auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_per_token_head", "int8_per_token_head"
+]
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine is started with. ``validate`` is called by every entry point but ``explain``.
@@ -191,6 +196,9 @@ class EngineConfig:
     served_model_name: str | None = None
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """What keys and values are stored in; "auto": what the model computes in. "fp8" is "fp8_e4m3"; the plain fp8
+    types have no scales (vLLM's scale of 1), those per token and head one scale of each token's key and value."""
     seed: int = 0
     max_model_len: int | None = None
     block_size: int = 16
@@ -256,6 +264,13 @@ class EngineConfig:
                 self.long_prefill_token_threshold,
                 "must not be negative",
                 "0 turns it off",
+            )
+        if self.kv_cache_dtype not in get_args(KVCacheDtype):
+            raise ConfigError(
+                "kv_cache_dtype",
+                self.kv_cache_dtype,
+                f"must be one of {', '.join(get_args(KVCacheDtype))}",
+                "int8_per_token_head is the most exact of one byte",
             )
         if self.scheduling_policy not in ("fcfs", "priority"):
             raise ConfigError(

@@ -15,6 +15,7 @@ import torch
 from engine.config import GIB, MAX_COUNT, ConfigError, EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
+from engine.kernels.kv_format import kv_format
 from engine.kernels.host import HostBlocks
 from engine.lab.padding import padding_sequences
 from engine.model import TensorError, Workspace, attention_shape, layer_rope_tables, load_decoder
@@ -53,7 +54,9 @@ class ModelRunner:
         self.dtype = _dtype(config.dtype, self.model_config.dtype)
         _check_memory(self.model_config, self._max_model_len, self.dtype, path)
         self.model_config = self.model_config.within(self._max_model_len)
-        shape = attention_shape(self.model_config, config.block_size)
+        shape = attention_shape(
+            self.model_config, config.block_size, kv_format(config.kv_cache_dtype, self.dtype)
+        )
         cos, sin = layer_rope_tables(self.model_config, self._max_model_len)
         self._kernels = make_kernels(shape, self.dtype, cos, sin)
         checkpoint = open_checkpoint(path, config.load_format, config.seed)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from engine.config import ConfigError, EngineConfig, SpeculativeConfig
+from engine.config import ConfigError, EngineConfig, KVCacheDtype, SpeculativeConfig
 from engine.vllm_flags import VLLM_FLAGS
 
 HELP = """Serve a model over OpenAI's HTTP API, with vLLM's flags and vLLM's metrics.
@@ -94,6 +94,9 @@ def serve(
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"],
         _flag("Format of the weights; dummy: random ones for the model's config.json."),
+    ] = "auto",
+    kv_cache_dtype: Annotated[
+        KVCacheDtype, _flag("What keys and values are stored in; auto: what the model computes in.")
     ] = "auto",
     seed: Annotated[int, _flag("Seed of requests that bring none.")] = 0,
     max_model_len: Annotated[

@@ -164,7 +164,7 @@ def _metrics(info: EngineInfo) -> PrometheusMetrics:
         num_speculative_tokens=config.num_speculative_tokens,
         cache_info={
             "block_size": config.block_size,
-            "cache_dtype": "auto",
+            "cache_dtype": config.kv_cache_dtype,
             "enable_prefix_caching": config.enable_prefix_caching,
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "kv_cache_max_concurrency": f"{info.max_concurrency:.2f}",

@@ -36,7 +36,7 @@ fault-tolerance-config fingerprint-mode fingerprint-value fully-sharded-loras gd
 generation-config grpc grpc-port h11-max-header-count h11-max-incomplete-event-size headless
 hf-config-path hf-overrides hf-token ignore-patterns interleave-mm-strings io-processor-plugin
 ir-op-priority jit-monitor-mode jit-monitor-verbose json-arg kda-decode-backend kda-prefill-backend
-kernel-config kv-cache-dtype kv-cache-dtype-skip-layers kv-cache-memory-bytes kv-cache-metrics
+kernel-config kv-cache-dtype-skip-layers kv-cache-memory-bytes kv-cache-metrics
 kv-cache-metrics-sample kv-events-config kv-offloading-backend kv-offloading-size kv-sharing-fast-prefill
 kv-transfer-config language-model-only limit-mm-per-prompt linear-backend log-config-file log-error-stack
 log-level logging-config logits-processors logprobs-mode long-prefill-token-threshold-adaptive lora-dtype

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -93,6 +94,16 @@ class Linear(ABC):
     nbytes: int
 
 
+class FusedLayers(Protocol):
+    """All layers of a decoder as one operation: on what ``begin`` returned, the layers' caches, and the
+    workspace (see model.py), whose residual stream it changes. What else of it is left is undefined."""
+
+    nbytes: int
+    """Of buffers of its own."""
+
+    def __call__(self, step: Any, caches: Sequence[Any], workspace: Any) -> None: ...
+
+
 class Kernels(ABC):
     """A decoder layer's operations. Results go into ``out``, so that a step allocates nothing of its size.
 
@@ -151,8 +162,10 @@ class Kernels(ABC):
         """The paged keys and values, zeroed, of a layer of the given kind, which it remembers.
 
         The layout is the device's own. That of cpu.py, for whoever reads it: keys, and values, are
-        [blocks, KV heads, block_size, head_dim] in the format's storage type, and beside them, where the
-        format has scales, fp32 [blocks, KV heads, block_size].
+        [blocks, KV heads, block_size, head_dim] as the format holds numbers (fp8 as bytes), and beside them,
+        where the format has scales, fp32 [blocks, KV heads, block_size]. In every layout the tensors are
+        fields of dataclasses, and blocks their first dimension, so that blocks can be copied without
+        knowing it.
         """
 
     @abstractmethod
@@ -172,6 +185,16 @@ class Kernels(ABC):
 
         A query at position p sees keys from ``p - window + 1`` on, window being that of the cache's kind.
         """
+
+    def fuse(self, layers: Sequence[Any], eps: float) -> FusedLayers | None:
+        """The decoder layers (of model.py, with SiLU) as one operation that gives what theirs one by one give;
+        None where the device has none for them."""
+        return None
+
+    def argmax(self, logits: torch.Tensor) -> list[int]:
+        """The place of the largest number in each row of ``logits`` [R, vocab], fp32, the first of several."""
+        tokens: list[int] = logits.argmax(-1).tolist()
+        return tokens
 
     @abstractmethod
     def scratch_bytes(self, max_tokens: int, max_sequences: int, max_model_len: int) -> int:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine.kernels.base import AttentionShape, Batch, Int32, Kernels, Linear
+from engine.kernels.kv_format import KVFormat
 
 PACKED_ROWS = 64
 """Up to so many rows oneDNN multiplies faster with a weight that it reordered ahead (1.5x at 1-16 rows)."""
@@ -48,39 +49,36 @@ class PackedLinear(TorchLinear):
         return y
 
 
+@dataclass(frozen=True)
 class Paged:
-    """A layer's keys, or its values: ``[blocks, KV heads, block_size, head_dim]`` as stored, and scales."""
+    """A layer's keys, or its values, in the layout that ``Kernels.allocate_cache`` describes."""
 
-    def __init__(
-        self, shape: AttentionShape, dtype: torch.dtype, num_blocks: int, device: torch.device | None = None
-    ) -> None:
-        self._format, self._dtype = shape.kv_format, dtype
-        slots = (num_blocks, shape.num_kv_heads, shape.block_size)
-        stored = shape.kv_format.storage or dtype
-        self.stored = torch.zeros((*slots, shape.head_dim), dtype=stored, device=device)
-        self.scales = torch.zeros(slots, device=device) if shape.kv_format.scaled else None
+    stored: torch.Tensor
+    scales: torch.Tensor | None
+    format: KVFormat
+
+    @classmethod
+    def allocate(cls, shape: AttentionShape, dtype: torch.dtype, num_blocks: int) -> Paged:
+        kind, slots = shape.kv_format, (num_blocks, shape.num_kv_heads, shape.block_size)
+        stored = torch.zeros((*slots, shape.head_dim), dtype=kind.held_as or dtype)
+        return cls(stored, torch.zeros(slots) if kind.scaled else None, kind)
 
     def write(self, x: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         """Put the rows of ``x`` [T, KV heads, head_dim] into their slots."""
-        stored, scales = self._format.quantize(x)
+        stored, scales = self.format.quantize(x)
         # Indexing on both sides of a slice puts the indexed dimension first: [T, KV heads, head_dim].
-        _bytes(self.stored)[blocks, :, offsets] = _bytes(stored)
+        self.stored[blocks, :, offsets] = stored.view(self.stored.dtype)
         if self.scales is not None and scales is not None:
             self.scales[blocks, :, offsets] = scales
 
-    def gather(self, tables: torch.Tensor) -> torch.Tensor:
-        """What some block tables [S, W] hold: ``[S, KV heads, W * block_size, head_dim]``."""
+    def gather(self, tables: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What some block tables [S, W] hold, in ``dtype``: ``[S, KV heads, W * block_size, head_dim]``."""
         flat = tables.flatten()
-        found = _bytes(self.stored).index_select(0, flat).view(self.stored.dtype)
-        if found.dtype != self._dtype:
+        found = self.stored.index_select(0, flat)
+        if self.format.storage is not None:
             scales = None if self.scales is None else self.scales.index_select(0, flat)
-            found = self._format.dequantize(found, scales, self._dtype)
+            found = self.format.dequantize(found.view(self.format.storage), scales, dtype)
         return found.unflatten(0, tables.shape).transpose(1, 2).flatten(2, 3)
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """fp8 numbers as bytes: torch indexes those."""
-    return x.view(torch.uint8) if x.is_floating_point() and x.itemsize == 1 else x
 
 
 @dataclass(frozen=True)
@@ -168,7 +166,7 @@ class TorchKernels(Kernels):
         torch.mul(F.silu(gate), up, out=out)
 
     def allocate_cache(self, num_blocks: int, kind: int = 0) -> TorchCache:
-        keys, values = (Paged(self.shape, self.dtype, num_blocks) for _ in range(2))
+        keys, values = (Paged.allocate(self.shape, self.dtype, num_blocks) for _ in range(2))
         return TorchCache(keys, values, kind)
 
     def begin(self, batch: Batch) -> TorchStep:
@@ -269,7 +267,7 @@ class TorchKernels(Kernels):
         self, queries: torch.Tensor, cache: TorchCache, tables: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
         """Queries [S, KV heads, N, head_dim] over what tables [S, W] hold, as far as the mask lets them."""
-        keys, values = cache.keys.gather(tables), cache.values.gather(tables)
+        keys, values = (half.gather(tables, self.dtype) for half in (cache.keys, cache.values))
         scale, cap = self.shape.scale, self.shape.softcap
         if cap is None:
             return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)

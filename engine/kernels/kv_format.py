@@ -25,6 +25,12 @@ class KVFormat:
     """Each token and head has an fp32 scale, for keys and for values: its largest magnitude / ``largest``.
     Without it numbers are stored as they are, those beyond ``largest`` as ``largest`` (vLLM's scale of 1)."""
 
+    @property
+    def held_as(self) -> torch.dtype | None:
+        """The type of the tensors that hold it: torch cannot index fp8, so that is held as bytes."""
+        fp8 = self.storage is not None and self.storage.is_floating_point and self.storage.itemsize == 1
+        return torch.uint8 if fp8 else self.storage
+
     def bytes_per_head(self, head_dim: int, dtype: torch.dtype) -> int:
         """Of one token's key, or value, in one KV head."""
         return head_dim * (self.storage or dtype).itemsize + (SCALE_BYTES if self.scaled else 0)
@@ -68,3 +74,9 @@ KV_FORMATS: Mapping[str, KVFormat] = {
     )
 }
 """By vLLM's name."""
+
+
+def kv_format(name: str, dtype: torch.dtype) -> KVFormat:
+    """The format of that name for a model that computes in ``dtype``: AUTO where it changes nothing."""
+    found = KV_FORMATS[name]
+    return AUTO if found.storage == dtype else found
