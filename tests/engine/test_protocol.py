@@ -111,7 +111,7 @@ def test_null_is_absent() -> None:
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "not supported"),
         ({"best_of": 3}, "best_of", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "only {'type': 'text'}"),
+        ({"guided_json": {}}, "guided_json", "send structured_outputs: {json: ...} instead"),
     ],
 )
 def test_refusals_name_field_value_and_rule(body: dict[str, Any], param: str, words: str) -> None:
