@@ -4,15 +4,15 @@
 
 Without ``--vllm`` ours alone is measured. No model is involved: each request gets one token a step.
 
-- *steady*: N requests decode, in all phases of their blocks, so that each step enters and fills N / 16 blocks.
-  Medians over steps of ``schedule()`` and of ``update()``, what they report to the outside included (vLLM: an
-  EngineCoreOutput a request; ours: columns of ids and tokens, which is what the HTTP process is sent).
+- *steady*: N requests decode, in all phases of their blocks, so that a step enters and fills N / 16 blocks.
+  Medians over steps of ``schedule()`` and of ``update()``, what they report to the outside included (vLLM:
+  an EngineCoreOutput a request; ours: columns of ids and tokens, which is what the HTTP process is sent).
 - *replay*: a whole trace of arrivals. A virtual clock gives every step a time, and requests arrive by it; so
   both sides make the same steps, which is checked. The sum over making the requests, adding them,
   ``schedule()`` and ``update()``, and so over hashing, admission, blocks taken and evicted, and finishing.
 
-What is left out on both sides: making prompts, and what a runner would do. vLLM runs with ``log_stats=False``,
-its cheapest, and with its own Python. Both sides freeze what they have imported out of the garbage collector's
+What is left out on both sides: making prompts, and what a runner would do. vLLM runs with its own Python and
+``log_stats=False``, its cheapest. Both sides freeze what they have imported out of the garbage collector's
 sight, as both servers do.
 """
 

@@ -29,14 +29,14 @@ class PrefixIndex:
     def remove(self, block_hash: bytes, block: int) -> None:
         """Forget ``block``, which must have been inserted under ``block_hash``."""
         later = self._later.get(block_hash)
-        if self._first[block_hash] != block:
-            assert later is not None
-            later.remove(block)
-        elif later:
+        if later is None:
+            del self._first[block_hash]
+            return
+        if self._first[block_hash] == block:
             self._first[block_hash] = later.pop(0)
         else:
-            del self._first[block_hash]
-        if later is not None and not later:
+            later.remove(block)
+        if not later:
             del self._later[block_hash]
 
     def clear(self) -> None:
@@ -93,16 +93,20 @@ class BlockPool:
         """Pop ``count`` blocks off the head, evicting the content they held. The caller has checked
         that ``count <= num_free``."""
         assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
+        after, refs, hashes = self._next, self._refs, self._hashes
         blocks = []
+        block = NULL_BLOCK
         for _ in range(count):
-            block = self._next[NULL_BLOCK]
-            self._unlink(block)
-            self._refs[block] = 1
-            block_hash = self._hashes[block]
+            block = after[block]
+            refs[block] = 1
+            block_hash = hashes[block]
             if block_hash is not None:
                 self._index.remove(block_hash, block)
-                self._hashes[block] = None
+                hashes[block] = None
             blocks.append(block)
+        head = after[block]  # all before it leave the list at once
+        after[NULL_BLOCK], self._prev[head] = head, NULL_BLOCK
+        self.num_free -= count
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
@@ -111,20 +115,24 @@ class BlockPool:
         The walk is in reverse: the end of a sequence is of use to fewer others than its beginning, so it is
         to be reused first.
         """
+        refs, hashes, before, after = self._refs, self._hashes, self._prev, self._next
         for block in reversed(blocks):
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
-                if self._hashes[block] is None:
-                    self._link_after(NULL_BLOCK, block)
-                else:
-                    self._link_after(self._prev[NULL_BLOCK], block)
+            refs[block] -= 1
+            if refs[block]:
+                continue
+            left = NULL_BLOCK if hashes[block] is None else before[NULL_BLOCK]
+            right = after[left]
+            before[block], after[block] = left, right
+            after[left] = before[right] = block
+            self.num_free += 1
 
-    def set_hash(self, block: int, block_hash: bytes) -> None:
-        """Declare what a held, not yet hashed block contains, so that lookups find it."""
-        assert self._hashes[block] is None
-        assert self._refs[block] > 0
-        self._hashes[block] = block_hash
-        self._index.insert(block_hash, block)
+    def set_hashes(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
+        """Declare what held, not yet hashed blocks contain, so that lookups find them."""
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            assert self._hashes[block] is None
+            assert self._refs[block] > 0
+            self._hashes[block] = block_hash
+            self._index.insert(block_hash, block)
 
     def reset_hashes(self) -> bool:
         """Forget all content, if every block is free; else change nothing and return False."""
@@ -164,9 +172,3 @@ class BlockPool:
         before, after = self._prev[block], self._next[block]
         self._next[before], self._prev[after] = after, before
         self.num_free -= 1
-
-    def _link_after(self, before: int, block: int) -> None:
-        after = self._next[before]
-        self._prev[block], self._next[block] = before, after
-        self._next[before] = self._prev[after] = block
-        self.num_free += 1

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from struct import Struct
 
 from engine.blocks import BlockPool
 from engine.config import GIB, ConfigError, EngineConfig
@@ -26,6 +26,7 @@ class KVCacheManager:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
+        self._pack_block = Struct(f"{block_size}q").pack
 
     def lookup(self, request: Request) -> list[int]:
         """The blocks that already hold the beginning of ``request``, up to the first miss.
@@ -42,15 +43,15 @@ class KVCacheManager:
             hits.append(block)
         return hits
 
-    def admit(self, request: Request, hits: Sequence[int], num_tokens: int) -> bool:
-        """Start a block table with the shared ``hits``, and room for ``num_tokens`` more.
+    def admit(self, request: Request, hits: Sequence[int], num_tokens: int, lookahead: int = 0) -> bool:
+        """Start a block table with the shared ``hits``, and room for ``num_tokens + lookahead`` more.
 
         Admission also needs room for the whole sequence known so far, lest it be preempted half-way
         through its prefill; only what ``num_tokens`` needs is taken. False: there is no room, and nothing
         has changed, the order of the free list included.
         """
         computed = len(hits) * self.block_size
-        whole = max(computed + num_tokens, request.num_tokens)
+        whole = max(computed + num_tokens + lookahead, request.num_tokens)
         missing = -(-whole // self.block_size) - len(hits)
         if missing + self.pool.count_free(hits) > self.pool.num_free:
             return False
@@ -58,17 +59,17 @@ class KVCacheManager:
         request.block_ids = list(hits)
         request.num_hashed_blocks = len(hits)
         request.num_computed_tokens = computed
-        return self.extend(request, num_tokens)
+        return self.extend(request, num_tokens, lookahead)
 
-    def extend(self, request: Request, num_tokens: int) -> bool:
-        """Room for ``num_tokens`` after those computed. False: no room, nothing has changed.
+    def extend(self, request: Request, num_tokens: int, lookahead: int = 0) -> bool:
+        """Room for ``num_tokens + lookahead`` after those computed. False: no room, nothing has changed.
 
         Blocks that will be full of the request's own tokens (drafts are not its own) are hashed at once,
         before they are computed: whoever hits them runs in the same step at the earliest, and attends to
         them after they are written.
         """
         end = request.num_computed_tokens + num_tokens
-        missing = -(-end // self.block_size) - len(request.block_ids)
+        missing = -(-(end + lookahead) // self.block_size) - len(request.block_ids)
         if missing > 0:
             if missing > self.pool.num_free:
                 return False
@@ -81,9 +82,8 @@ class KVCacheManager:
         full = num_tokens // self.block_size
         if full <= request.num_hashed_blocks or not self.enable_prefix_caching:
             return
-        hashes = self._hashes(request, full)
-        for position in range(request.num_hashed_blocks, full):
-            self.pool.set_hash(request.block_ids[position], hashes[position])
+        new = slice(request.num_hashed_blocks, full)
+        self.pool.set_hashes(request.block_ids[new], self._hashes(request, full)[new])
         request.num_hashed_blocks = full
 
     def free(self, request: Request) -> None:
@@ -116,12 +116,13 @@ class KVCacheManager:
         SHA-256 makes a collision (which would hand one request another's content) infeasible, so that
         stored tokens need not be compared. The salt enters at the root of the chain.
         """
-        hashes, size = request.block_hashes, self.block_size
-        parent = hashes[-1] if hashes else hashlib.sha256(request.cache_salt.encode()).digest()
-        for start in range(len(hashes) * size, count * size, size):
-            tokens = array("q", request.token_ids[start : start + size])
-            parent = hashlib.sha256(parent + tokens.tobytes()).digest()
-            hashes.append(parent)
+        hashes, size, tokens = request.block_hashes, self.block_size, request.token_ids
+        if len(hashes) < count:
+            sha256, pack = hashlib.sha256, self._pack_block
+            parent = hashes[-1] if hashes else sha256(request.cache_salt.encode()).digest()
+            for start in range(len(hashes) * size, count * size, size):
+                parent = sha256(parent + pack(*tokens[start : start + size])).digest()
+                hashes.append(parent)
         return hashes if len(hashes) == count else hashes[:count]
 
 

@@ -10,7 +10,7 @@ from engine.blocks import BlockPool
 def hashed(pool: BlockPool, name: bytes) -> int:
     """One block that holds the content ``name``."""
     (block,) = pool.allocate(1)
-    pool.set_hash(block, name)
+    pool.set_hashes([block], [name])
     return block
 
 
