@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
@@ -68,6 +68,9 @@ class Wave:
     """Tokens that each of them emits."""
 
 
+MOVED_BLOCKS = 64
+"""KV blocks copied to the host and back, to time it."""
+
 WAVES = (
     Wave((4,), 12),
     Wave((32,), 8),
@@ -99,8 +102,23 @@ def calibrate(config: EngineConfig, runner: Runner | None = None) -> tuple[StepT
         if number == 0:
             recording.samples.clear()  # it found caches cold and threads asleep
     samples = recording.samples
+    moved = _block_seconds(core, runner)
     times = fit_step_times(samples, source=f"{len(samples)} steps of {config.served_name} on this machine")
-    return times, samples
+    return replace(times, per_moved_block=moved), samples
+
+
+def _block_seconds(core: EngineCore, runner: Runner) -> float:
+    """Seconds to copy a KV block between device and host."""
+    count = min(MOVED_BLOCKS, core.memory_plan.num_blocks - 1)
+    runner.allocate_host(count)
+    out = tuple((1 + block, block) for block in range(count))
+    back = tuple((host, device) for device, host in out)
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        runner.execute(StepPlan(0, (), token_budget=0, swap_out=out, swap_in=back))
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds) / (2 * count)
 
 
 def _run(core: EngineCore, wave: Wave, number: int) -> None:

@@ -8,10 +8,12 @@ for.
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 from engine.core import EngineCore
 from engine.model_config import ModelConfig
@@ -24,15 +26,37 @@ TOKEN_ID = 0
 EOS_TOKEN_ID = 1
 MAX_EMPTY_STEPS = 10
 """Steps in a row that schedule nothing, after which nothing ever will be."""
-Observer = Callable[[StepPlan, StepOutput], None]
+Observer = Callable[[StepPlan, StepOutput, float], None]
+"""Is told of every step, and of the seconds it took."""
 
 
 class SimulationError(RuntimeError):
     """The workload can never end: nothing can be scheduled any more."""
 
 
+class Clock(Protocol):
+    """Calling it reads it, as ``time.monotonic`` is read. Seconds since the workload began."""
+
+    def __call__(self) -> float: ...
+    def advance_to(self, moment: float) -> None:
+        """Let time pass up to a moment; one that has passed changes nothing."""
+
+
+class WallClock:
+    """Real time, for the same workload on a real runner."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __call__(self) -> float:
+        return time.perf_counter() - self._start
+
+    def advance_to(self, moment: float) -> None:
+        time.sleep(max(moment - self(), 0.0))
+
+
 class VirtualClock:
-    """Seconds since the start of the simulation; calling it reads it, as ``time.monotonic`` is read."""
+    """Time that passes when a simulated step takes it, or when everybody idles."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -41,7 +65,6 @@ class VirtualClock:
         return self.now
 
     def advance_to(self, moment: float) -> None:
-        """Time never runs backwards: an earlier moment changes nothing."""
         self.now = max(self.now, moment)
 
 
@@ -134,7 +157,7 @@ class SimulatedRunner:
         """Spend the host's time, and let the device begin as soon as it is free."""
         clock, load = self.clock, StepLoad.of(plan)
         clock.now += self.times.host_seconds(load)
-        seconds = self.times.device_seconds(load) if load.tokens or load.moved_blocks else 0.0
+        seconds = self.times.device_seconds(load)
         self.device_seconds += seconds
         self._free_at = max(clock.now, self._free_at) + seconds
         return PendingStep(self._emit(plan), self._free_at, clock)
@@ -232,16 +255,17 @@ class Timeline:
         return gaps
 
 
-def simulate(
+def drive(
     core: EngineCore,
-    clock: VirtualClock,
+    clock: Clock,
     requests: Iterable[SimulatedRequest],
     observe: Observer | None = None,
 ) -> list[Timeline]:
-    """Run the requests until all have ended, jumping over idle time. Timelines in the order of ``requests``.
+    """Run the requests until all have ended. Timelines in the order of ``requests``.
 
-    ``core`` was made with ``clock`` and a :class:`SimulatedRunner` on it. Raises SimulationError when nothing
-    can ever happen again, ValueError for a request that the scheduler refuses.
+    ``core`` was made with this ``clock``. On a :class:`VirtualClock`, which its :class:`SimulatedRunner` must
+    share, idle time is jumped over. Raises SimulationError when nothing can ever happen again, ValueError
+    for a request that the scheduler refuses.
     """
     given = list(requests)
     coming = deque(sorted(given, key=lambda request: request.arrival))
@@ -250,17 +274,19 @@ def simulate(
     while coming or core.has_unfinished:
         if not core.has_unfinished:
             clock.advance_to(coming[0].arrival)
-        while coming and coming[0].arrival <= clock.now:
+        began = clock()
+        while coming and coming[0].arrival <= began:
             request = coming.popleft().make()
             core.add(request)
             timelines[request.request_id] = Timeline(request)
         plan, output = core.step()
-        _stamp(timelines, Outputs.of(output.outputs), clock.now)
+        now = clock()
+        _stamp(timelines, Outputs.of(output.outputs), now)
         if observe is not None:
-            observe(plan, output)
+            observe(plan, output, now - began)
         empty_steps = 0 if plan.scheduled or plan.preempted or output.outputs else empty_steps + 1
         if empty_steps > MAX_EMPTY_STEPS:
-            raise SimulationError(f"nothing was scheduled in {MAX_EMPTY_STEPS} steps, at {clock.now:.3f} s")
+            raise SimulationError(f"nothing was scheduled in {MAX_EMPTY_STEPS} steps, at {now:.3f} s")
     return [timelines[request.request_id] for request in given]
 
 

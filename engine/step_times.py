@@ -65,6 +65,7 @@ class StepTimes:
     host   = host + host_per_sequence * sequences
     device = launch + max(weights, per_token * tokens) + per_row * rows
              + per_context * context + per_pair * pairs + per_moved_block * moved_blocks
+             (a step without tokens: the last term alone)
 
     The maximum is the roofline of the linear layers: few tokens wait for the weights to be read, many for
     the products to be computed. All coefficients are in seconds, or seconds for each of StepLoad's counts.
@@ -89,13 +90,16 @@ class StepTimes:
         return self.host + self.host_per_sequence * load.sequences
 
     def device_seconds(self, load: StepLoad) -> float:
+        moving = self.per_moved_block * load.moved_blocks
+        if not load.tokens:
+            return moving
         return (
             self.launch
             + max(self.weights, self.per_token * load.tokens)
             + self.per_row * load.rows
             + self.per_context * load.context
             + self.per_pair * load.pairs
-            + self.per_moved_block * load.moved_blocks
+            + moving
         )
 
     def to_json(self) -> str:
@@ -132,14 +136,14 @@ class StepSample:
 def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> StepTimes:
     """The coefficients that explain measured steps best, none negative (NNLS on relative errors).
 
-    The knee of the roofline is searched among KNEES; the worst twentieth of the samples is dropped. Raises
-    ValueError for fewer than 10 samples.
+    The knee of the roofline is searched among KNEES; the worst twentieth of the samples is dropped.
+    ``per_moved_block`` is not fitted. Raises ValueError for fewer than 10 samples.
     """
     if len(samples) < 10:
         raise ValueError(f"{len(samples)} measured steps are too few to fit step times to; 10 is the least")
     seconds = np.array([sample.device_seconds for sample in samples])
     knee, coefficients = _fit_device([sample.load for sample in samples], seconds)
-    launch, per_token, per_row, per_context, per_pair, per_moved_block = coefficients
+    launch, per_token, per_row, per_context, per_pair = coefficients
     hosts = [(sample.load, sample.host_seconds) for sample in samples if sample.host_seconds is not None]
     host, host_per_sequence = _fit_host(hosts)
     return StepTimes(
@@ -151,20 +155,16 @@ def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> Ste
         per_row=per_row,
         per_context=per_context,
         per_pair=per_pair,
-        per_moved_block=per_moved_block,
         source=source,
     )
 
 
 def _fit_device(loads: Sequence[StepLoad], seconds: np.ndarray) -> tuple[int, list[float]]:
-    """The knee, and the coefficients of 1, max(tokens, knee), rows, context, pairs, moved blocks."""
+    """The knee, and the coefficients of 1, max(tokens, knee), rows, context, pairs."""
     best: tuple[float, int, np.ndarray] | None = None
     for knee in KNEES:
         columns = np.array(
-            [
-                (1, max(load.tokens, knee), load.rows, load.context, load.pairs, load.moved_blocks)
-                for load in loads
-            ],
+            [(1, max(load.tokens, knee), load.rows, load.context, load.pairs) for load in loads],
             dtype=float,
         )
         coefficients, error = _relative_nnls(columns, seconds)
