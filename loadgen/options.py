@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
@@ -15,8 +16,14 @@ import typer
 if TYPE_CHECKING:
     from loadgen.arrivals import Arrival
     from loadgen.datasets import Dataset
+    from loadgen.record import Records
     from loadgen.traces import Trace
+    from loadgen.wire import Progress
     from loadgen.workload import Schedule, Workload
+
+
+_DEFAULT_CONTEXT = 4096
+"""Of a server that does not say."""
 
 
 class ArrivalKind(StrEnum):
@@ -176,9 +183,11 @@ class Load:
         if self.duration is None and self.num_requests is None and not self.dataset:
             raise OptionError("give --duration (e.g. 60s) or --num-requests (e.g. 200)")
 
-    def at(self, *, rate: float | None = None, concurrency: int | None = None) -> Load:
-        """The same load at another level."""
-        return replace(self, rate=rate, concurrency=concurrency)
+    def at_level(self, over: str, level: float) -> Load:
+        """The same load at another ``rate``, or another ``concurrency`` in a closed loop."""
+        if over == "rate":
+            return replace(self, rate=level)
+        return replace(self, rate=None, concurrency=round(level))
 
     def source(
         self, max_model_len: int, vocab_size: int | None = None, warmup: int | None = None
@@ -278,26 +287,110 @@ class Load:
         return Poisson(self.rate)
 
 
-def with_load(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter ``load`` of a command by the fields of :class:`Load`, each an option."""
-    hints = get_type_hints(Load, include_extras=True)
-    options = [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+@dataclass(frozen=True)
+class Connection:
+    """Whom to ask, and how the client behaves. Times in seconds."""
+
+    url: Annotated[str, _option("Base URL of an OpenAI-compatible server.")]
+    model: Annotated[str | None, _option("Default: the first of /v1/models.")] = None
+    max_model_len: Annotated[int | None, _option("Default: what /v1/models says.", min=1)] = None
+    vocab_size: Annotated[int | None, _option("Prompts use token ids below this. Default: 32000.", min=8)] = (
+        None
+    )
+    api_key: Annotated[str | None, _option("Sent as bearer token.", envvar="VTUNE_API_KEY")] = None
+    insecure: Annotated[bool, typer.Option("--insecure", help="Do not check the TLS certificate.")] = False
+    warmup: Annotated[
+        int | None, _option("Unmeasured requests first. Default: one of each class.", min=0)
+    ] = None
+    timeout: Annotated[float, _time("For one request, to its last byte.")] = 600.0
+    drain: Annotated[float | None, _time("Wait for answers after the last request. Default: --timeout.")] = (
+        None
+    )
+    workers: Annotated[int, _option("Client processes.", min=1)] = 1
+    chunk_usage: Annotated[
+        bool, typer.Option("--chunk-usage", help="Ask for token counts in each chunk (vLLM, SGLang).")
+    ] = False
+
+    def asked(self) -> Connection:
+        """With the model and its context as the server says, where they were not given.
+
+        Raises Unreachable, ValueError.
+        """
+        from loadgen.probe import Url, probe
+
+        if self.model is not None and self.max_model_len is not None:
+            return self
+        info = probe(Url.parse(self.url), api_key=self.api_key, verify=not self.insecure)
+        length = self.max_model_len or info.max_model_len or _DEFAULT_CONTEXT
+        return replace(self, model=self.model or info.model, max_model_len=length)
+
+    def source(self, load: Load) -> Callable[[int], Schedule]:
+        """What makes the schedule of a seed for this server, which must have been asked."""
+        assert self.max_model_len is not None
+        return load.source(self.max_model_len, self.vocab_size, self.warmup)
+
+    def run(
+        self,
+        schedule: Schedule,
+        progress: Callable[[Progress], None] | None = None,
+        stop: threading.Event | None = None,
+    ) -> Records:
+        """Send ``schedule``. Raises Unreachable, ValueError."""
+        from loadgen.client import ClientOptions, run_schedule
+
+        options = ClientOptions(
+            timeout=self.timeout,
+            drain=self.drain,
+            workers=self.workers,
+            verify_tls=not self.insecure,
+            chunk_usage=self.chunk_usage,
         )
-        for field in fields(Load)
-        if field.default is not MISSING
-    ]
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    kept = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own if p.name != "load"]
-    place = next((i for i, p in enumerate(own) if p.name == "load"), 0)
-    parameters = [*kept[:place], *options, *kept[place:]]
+        return run_schedule(
+            self.url,
+            schedule,
+            model=self.model,
+            api_key=self.api_key,
+            progress=progress,
+            stop=stop,
+            options=options,
+        )
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace every parameter of ``command`` that is a :class:`Load` or a :class:`Connection` by that
+    class's fields, each an option."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type, list[str]]] = {}
+    for own in inspect.signature(command, eval_str=True).parameters.values():
+        if own.annotation in (Load, Connection):
+            options = _options_of(own.annotation)
+            groups[own.name] = (own.annotation, [option.name for option in options])
+            parameters += options
+        else:
+            parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
-    def with_options(**given: Any) -> None:
-        load = Load(**{option.name: given.pop(option.name) for option in options})
-        command(load=load, **given)
+    def with_fields(**given: Any) -> None:
+        made = {
+            name: kind(**{option: given.pop(option) for option in options})
+            for name, (kind, options) in groups.items()
+        }
+        command(**made, **given)
 
-    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    with_options.__annotations__ = {p.name: p.annotation for p in parameters}
-    return with_options
+    with_fields.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_fields.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_fields
+
+
+def _options_of(kind: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    empty = inspect.Parameter.empty
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(kind)
+    ]
