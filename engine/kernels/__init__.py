@@ -10,11 +10,16 @@ from engine.kernels.base import AttentionShape, Kernels
 
 logger = logging.getLogger("vtune.kernels")
 
+_ANY_SHAPE = AttentionShape(1, 1, 32, 16, 1.0)
+_NO_TABLES = torch.zeros(1, 16), torch.zeros(1, 16)
+"""For kernels that attend to nothing: one shape and its rotary tables that every set of kernels has."""
+
 
 def make_kernels(shape: AttentionShape, dtype: torch.dtype, cos: torch.Tensor, sin: torch.Tensor) -> Kernels:
     """The fastest kernels that this machine has for ``shape`` and ``dtype``."""
     from engine.kernels.cpu import TorchKernels
     from engine.kernels.native import NativeKernels, NativeUnavailable
+    from engine.kernels.split import SplitKernels
 
     try:
         kernels = NativeKernels(shape, dtype, cos, sin)
@@ -22,5 +27,10 @@ def make_kernels(shape: AttentionShape, dtype: torch.dtype, cos: torch.Tensor, s
         torch.set_num_threads(1)
         return kernels
     except NativeUnavailable as reason:
-        logger.info("no C++ kernels (%s): using torch operations", reason)
-        return TorchKernels(shape, dtype, cos, sin)
+        logger.info("no C++ attention (%s): using torch's", reason)
+    attention = TorchKernels(shape, dtype, cos, sin)
+    try:
+        return SplitKernels(NativeKernels(_ANY_SHAPE, dtype, *_NO_TABLES), attention)
+    except NativeUnavailable as reason:
+        logger.info("no C++ linear layers (%s): using torch's", reason)
+        return attention
