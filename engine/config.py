@@ -13,7 +13,17 @@ GIB = 1 << 30
 MAX_COUNT = (1 << 31) - 1
 """Of tokens, sequences or blocks: kernels count in 32 bits."""
 MAX_BYTES = (1 << 63) - 1
-UNIFIED_ONLY = ("scheduling_policy", "long_prefill_token_threshold", "speculative_config")
+LONG_PREFILL_PERCENT = 4
+"""Of max_model_len: a longer rest of a prompt is long, where concurrent partial prefills are on."""
+UNIFIED_ONLY = (
+    "scheduling_policy",
+    "long_prefill_token_threshold",
+    "max_num_scheduled_tokens",
+    "max_num_partial_prefills",
+    "max_long_partial_prefills",
+    "async_scheduling",
+    "speculative_config",
+)
 """Flags that ``--scheduler static`` and ``two-track`` do not have."""
 
 
@@ -26,10 +36,10 @@ class ConfigError(ValueError):
 
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle")
-_MODEL_METHODS = ("draft_model", "eagle")
+MODEL_METHODS = ("draft_model", "eagle")
 _METHODS_OF_KEY: dict[str, tuple[str, ...]] = {
-    "model": _MODEL_METHODS,
-    "draft_sample_method": _MODEL_METHODS,
+    "model": MODEL_METHODS,
+    "draft_sample_method": MODEL_METHODS,
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
     "suffix_decoding_max_tree_depth": ("suffix",),
@@ -117,7 +127,7 @@ class SpeculativeConfig:
     @property
     def uses_model(self) -> bool:
         """Whether drafts come from a network, which needs KV slots for them, weights and memory."""
-        return self.method in _MODEL_METHODS
+        return self.method in MODEL_METHODS
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> SpeculativeConfig:
@@ -212,6 +222,16 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     long_prefill_token_threshold: int = 0
+    """Most tokens of one request in a step beside others; 0: no such cap, or, with
+    ``max_num_partial_prefills`` above 1, 4 % of ``max_model_len``."""
+    max_num_scheduled_tokens: int | None = None
+    """Tokens scheduled in a step, where these are to be fewer than the runner's input has room for."""
+    max_num_partial_prefills: int | None = None
+    """Requests that a step may leave mid-prefill; None: any number, as every value does in vLLM 0.33."""
+    max_long_partial_prefills: int = 1
+    """Of ``max_num_partial_prefills``, those that lack more tokens than the threshold."""
+    async_scheduling: bool = False
+    """Plan a step while the one before it computes. vLLM's default is on where it can: here no core idles."""
     speculative_config: SpeculativeConfig | None = None
     scheduler: Literal["unified", "static", "two-track"] = "unified"
     """Whose policy it is: vLLM V1's, static batching, or V0's prefill and decode in turn. A flag of ours."""
@@ -229,6 +249,30 @@ class EngineConfig:
     def num_speculative_tokens(self) -> int:
         return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
 
+    @property
+    def step_tokens(self) -> int:
+        """The token budget of a step."""
+        return self.max_num_scheduled_tokens or self.max_num_batched_tokens
+
+    @property
+    def prefill_threshold(self) -> int:
+        """``long_prefill_token_threshold`` with its default; 0: none. ``max_model_len`` is resolved."""
+        if self.long_prefill_token_threshold or (self.max_num_partial_prefills or 1) == 1:
+            return self.long_prefill_token_threshold
+        assert self.max_model_len is not None
+        return max(1, self.max_model_len * LONG_PREFILL_PERCENT // 100)
+
+    @property
+    def draft_slots(self) -> int:
+        """Rows of the runner's input that a request's drafting takes beside its scheduled tokens."""
+        return int(self.speculative_config is not None and self.speculative_config.method == "draft_model")
+
+    @property
+    def num_lookahead_tokens(self) -> int:
+        """KV slots beyond the scheduled tokens that a request's drafting writes to."""
+        uses_slots = self.speculative_config is not None and self.speculative_config.uses_model
+        return self.num_speculative_tokens if uses_slots else 0
+
     def resolved(self, max_model_len: int) -> EngineConfig:
         """The config with the model's context length filled in where the user gave none."""
         return self if self.max_model_len is not None else replace(self, max_model_len=max_model_len)
@@ -238,6 +282,9 @@ class EngineConfig:
         for flag in (
             "block_size",
             "max_num_batched_tokens",
+            "max_num_scheduled_tokens",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
             "max_num_seqs",
             "max_model_len",
             "num_gpu_blocks_override",
@@ -284,29 +331,63 @@ class EngineConfig:
                 f"must be at least max_num_seqs ({seqs}), or a step cannot serve every sequence",
                 f"raise it to {seqs} or lower --max-num-seqs to {tokens}",
             )
-        if length is not None and not self.enable_chunked_prefill and tokens < length:
-            raise ConfigError(
-                "max_num_batched_tokens",
-                tokens,
-                f"must be at least max_model_len ({length}) when chunked prefill is off, "
-                "or a long prompt fits no step",
-                f"raise it to {length}, lower --max-model-len, or drop --no-enable-chunked-prefill",
-            )
         self._validate_scheduler()
-        drafts = self.num_speculative_tokens
-        if drafts and 1 + drafts > tokens:
-            raise ConfigError(
-                "max_num_batched_tokens",
-                tokens,
-                f"must be at least 1 + num_speculative_tokens ({1 + drafts}), or nothing is ever admitted",
-                f"raise it to {1 + drafts} or lower num_speculative_tokens",
-            )
+        self._validate_step_tokens()
+        self._validate_partial_prefills()
         if length is not None and tokens > seqs * length:
             warnings.warn(
                 f"max_num_batched_tokens ({tokens}) exceeds max_num_seqs * max_model_len ({seqs * length}): "
                 "the budget can never be used up",
                 stacklevel=2,
             )
+
+    def _validate_step_tokens(self) -> None:
+        """A step must hold what has to be computed in one step."""
+        tokens, inputs = self.step_tokens, self.max_num_batched_tokens
+        flag = "max_num_scheduled_tokens" if self.max_num_scheduled_tokens else "max_num_batched_tokens"
+        if tokens > inputs:
+            rule = f"must not exceed max_num_batched_tokens ({inputs}), the room of the runner's input"
+            raise ConfigError(flag, tokens, rule, f"lower it to {inputs} or raise --max-num-batched-tokens")
+        length = self.max_model_len
+        if length is not None and not self.enable_chunked_prefill and tokens < length:
+            raise ConfigError(
+                flag,
+                tokens,
+                f"must be at least max_model_len ({length}) when chunked prefill is off, "
+                "or a long prompt fits no step",
+                f"raise it to {length}, lower --max-model-len, or drop --no-enable-chunked-prefill",
+            )
+        drafts, slots = self.num_speculative_tokens, self.draft_slots
+        if drafts and 1 + drafts > tokens:
+            raise ConfigError(
+                flag,
+                tokens,
+                f"must be at least 1 + num_speculative_tokens ({1 + drafts}), or nothing is ever admitted",
+                f"raise it to {1 + drafts} or lower num_speculative_tokens",
+            )
+        if slots and 1 + drafts + slots > inputs:
+            least = 1 + drafts + slots
+            raise ConfigError(
+                "max_num_batched_tokens",
+                inputs,
+                f"must be at least 1 + num_speculative_tokens + {slots} for the draft model ({least}), or "
+                "nothing is ever admitted",
+                f"raise it to {least} or lower num_speculative_tokens",
+            )
+
+    def _validate_partial_prefills(self) -> None:
+        flag, most, most_long = (
+            "max_num_partial_prefills",
+            self.max_num_partial_prefills,
+            self.max_long_partial_prefills,
+        )
+        if (most or 1) > 1 and not self.enable_chunked_prefill:
+            rule = "more than 1 needs chunked prefill: without it no prompt is left half-way"
+            raise ConfigError(flag, most, rule, "drop --no-enable-chunked-prefill, or the flag")
+        if most_long > (most or 1):
+            rule = f"must not exceed max_num_partial_prefills ({most or 'not given'})"
+            fix = f"lower it, or raise --max-num-partial-prefills to {most_long}"
+            raise ConfigError("max_long_partial_prefills", most_long, rule, fix)
 
     def _validate_scheduler(self) -> None:
         """What the schedulers of the laboratory do not do."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from engine.config import ConfigError, EngineConfig, SpeculativeConfig
+from engine.config import METHODS, MODEL_METHODS, ConfigError, EngineConfig, SpeculativeConfig
 
 MAX_STEPS = 1_000_000
 MAX_BLOCKS = 10_000_000
@@ -31,6 +31,8 @@ class Setup:
     speculative: bool
     """Whether ``num_speculative_tokens`` was given: rows then tell drafts and emitted tokens."""
     warnings: tuple[str, ...] = ()
+    num_host_blocks: int = 0
+    """The swap space of ``preemption_mode`` "swap"."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,14 @@ _CONFIG_KEYS: dict[str, type] = {
     "num_gpu_blocks": int,
     "scheduling_policy": str,
     "long_prefill_token_threshold": int,
+    "max_num_scheduled_tokens": int,
+    "max_num_partial_prefills": int,
+    "max_long_partial_prefills": int,
     "num_speculative_tokens": int,
+    "scheduler": str,
+    "preemption_mode": str,
+    "num_host_blocks": int,
+    "speculative_method": str,
 }
 _REQUEST_KEYS: dict[str, type] = {
     "id": str,
@@ -99,13 +108,19 @@ def read_config(raw: object) -> Setup:
     """
     given = _checked(raw, "config", _CONFIG_KEYS, required=("max_model_len", "num_gpu_blocks"))
     num_blocks = given.pop("num_gpu_blocks")
+    num_host_blocks = given.pop("num_host_blocks", 0)
     drafts = given.pop("num_speculative_tokens", None)
+    method = given.pop("speculative_method", "ngram")
     if not 2 <= num_blocks <= MAX_BLOCKS:
         raise ExplainError(
             f"config: num_gpu_blocks is {num_blocks}, must be 2 to {MAX_BLOCKS} (one is the null block)"
         )
+    if not 0 <= num_host_blocks <= MAX_BLOCKS:
+        raise ExplainError(f"config: num_host_blocks is {num_host_blocks}, must be 0 to {MAX_BLOCKS}")
     if drafts is not None and not 0 <= drafts < given["max_model_len"]:
         raise ExplainError(f"config: num_speculative_tokens is {drafts}, must be 0 to max_model_len - 1")
+    if method not in METHODS:
+        raise ExplainError(f"config: speculative_method must be one of {', '.join(METHODS)}")
     engine = EngineConfig(**given)
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -113,9 +128,14 @@ def read_config(raw: object) -> Setup:
             engine.validate()
     except ConfigError as error:
         raise ExplainError(f"config: {error}") from None
+    if drafts and engine.scheduler != "unified":
+        raise ExplainError(f"config: the {engine.scheduler} scheduler has no num_speculative_tokens")
     if drafts:
-        engine = replace(engine, speculative_config=SpeculativeConfig(num_speculative_tokens=drafts))
-    return Setup(engine, num_blocks, drafts is not None, tuple(str(item.message) for item in caught))
+        model = "draft" if method in MODEL_METHODS else None  # never loaded
+        speculative = SpeculativeConfig(method=method, num_speculative_tokens=drafts, model=model)
+        engine = replace(engine, speculative_config=speculative)
+    noticed = tuple(str(item.message) for item in caught)
+    return Setup(engine, num_blocks, drafts is not None, noticed, num_host_blocks)
 
 
 def read_requests(raw: object, setup: Setup) -> list[Arrival]:

@@ -29,24 +29,34 @@ LEGEND = "budget: d decode, p prefill, s speculative draft, . left over"
 def describe_setup(setup: Setup) -> str:
     """Two lines: every cap the scheduler obeys, and how to read the table."""
     engine = setup.engine
+    chunks = engine.enable_chunked_prefill and engine.scheduler == "unified"
     parts = [
-        f"{engine.max_num_batched_tokens} tokens a step",
+        f"{engine.step_tokens} tokens a step",
         f"at most {engine.max_num_seqs} sequences of {engine.max_model_len} tokens",
         f"{setup.num_gpu_blocks - 1} usable blocks of {engine.block_size}",
         engine.scheduling_policy,
-        f"chunked prefill {'on' if engine.enable_chunked_prefill else 'off'}",
+        f"chunked prefill {'on' if chunks else 'off'}",
         f"prefix cache {'on' if engine.enable_prefix_caching else 'off'}",
     ]
-    if engine.long_prefill_token_threshold:
-        parts.append(f"at most {engine.long_prefill_token_threshold} tokens a request")
+    if engine.prefill_threshold:
+        parts.append(f"at most {engine.prefill_threshold} tokens a request")
+    if engine.max_num_partial_prefills:
+        long = engine.max_long_partial_prefills
+        parts.append(f"at most {engine.max_num_partial_prefills} mid-prefill, {long} of them long")
     if engine.num_speculative_tokens:
         parts.append(f"up to {engine.num_speculative_tokens} drafts a request")
-    return f"{'; '.join(parts)}\n{LEGEND}"
+    legend = LEGEND
+    if engine.scheduler != "unified":
+        parts.insert(0, f"{engine.scheduler} scheduler")
+        legend += ", x padding"
+    if engine.preemption_mode == "swap":
+        parts.append(f"swaps to {setup.num_host_blocks} host blocks")
+    return f"{'; '.join(parts)}\n{legend}"
 
 
 def budget_bar(step: ExplainedStep) -> str:
     """The budget as a strip of letters, one a token, or scaled down where the budget is large."""
-    letters = "".join(_letters(share) for share in step.shares)
+    letters = "".join(_letters(share) for share in step.shares) + "x" * sum(step.plan.padding)
     budget = step.plan.token_budget
     if budget <= BAR_WIDTH:
         return letters.ljust(budget, ".")
@@ -82,6 +92,11 @@ def describe_events(step: ExplainedStep) -> str:
     ]
     if admitted:
         events.append(f"admits {', '.join(admitted)}")
+    if plan.padding:
+        events.append(f"pads with {sum(plan.padding)}")
+    for name, copies in (("out", plan.swap_out), ("in", plan.swap_in)):
+        if copies:
+            events.append(f"swaps {len(copies)} blocks {name}")
     for share in step.shares:
         if share.num_drafts:
             accepted = step.emitted[share.request_id] - 1
@@ -126,7 +141,7 @@ def _cells(setup: Setup, step: ExplainedStep) -> tuple[str, ...]:
         str(step.index),
         budget_bar(step),
         str(used),
-        str(plan.token_budget - used),
+        str(plan.token_budget - used - sum(plan.padding)),
         f"{plan.num_running}/{setup.engine.max_num_seqs}",
         str(plan.num_waiting),
         f"{usable - plan.free_blocks}/{usable}",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from engine.budget import PartialPrefills, StepBudget
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheManager
 from engine.request import Request, RequestStatus
@@ -43,9 +44,11 @@ class SchedulerStats:
 class _Step:
     """The plan while it is made."""
 
-    budget: int
+    budget: StepBudget
     threshold: int
     """``long_prefill_token_threshold`` where it applies in this step, else 0."""
+    partial: PartialPrefills
+    """Set once the running requests have their share."""
     scheduled: Rows = field(default_factory=Rows)
     admitted: dict[str, int] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
@@ -78,8 +81,10 @@ class UnifiedScheduler:
         self.stats = SchedulerStats()
         self._requests: dict[str, Request] = {}
         self._num_steps = 0
-        self.steady_path = True
+        self.steady_path = not (config.num_lookahead_tokens or config.async_scheduling)
         """False leaves all to the rule loop, which decides the same and takes longer."""
+        speculative = config.speculative_config
+        self._drops_last_hit = speculative is not None and speculative.method == "eagle"
 
     @property
     def has_unfinished(self) -> bool:
@@ -142,8 +147,9 @@ class UnifiedScheduler:
         """Decide the next step. ``num_computed_tokens`` moves on at once, before the step has run."""
         alive = len(self.running) + len(self.waiting)
         step = _Step(
-            budget=self.config.max_num_batched_tokens,
-            threshold=self.config.long_prefill_token_threshold if alive > 1 else 0,
+            budget=StepBudget.of(self.config),
+            threshold=self.config.prefill_threshold if alive > 1 else 0,
+            partial=PartialPrefills(),
         )
         self._schedule_running(step)
         stop = AdmissionStop.PREEMPTION if step.preempted else self._schedule_waiting(step)
@@ -152,7 +158,7 @@ class UnifiedScheduler:
         plan = StepPlan(
             step=self._num_steps,
             scheduled=step.scheduled,
-            token_budget=self.config.max_num_batched_tokens,
+            token_budget=self.config.step_tokens,
             admitted_with_computed=step.admitted,
             preempted=tuple(request.request_id for request in step.preempted),
             num_running=len(self.running),
@@ -167,10 +173,10 @@ class UnifiedScheduler:
     def _schedule_running(self, step: _Step) -> None:
         """Serve the running requests in order while budget remains, preempting for blocks."""
         if self.steady_path:
-            step.scheduled = plan_decodes(self.running, step.budget, self.kv)
-            step.budget -= len(step.scheduled)
+            step.scheduled = plan_decodes(self.running, step.budget.tokens, self.kv)
+            step.budget.take(len(step.scheduled), len(step.scheduled))
         index = len(step.scheduled)
-        while index < len(self.running) and step.budget > 0:
+        while index < len(self.running) and step.budget.left > 0:
             request = self.running[index]
             num_tokens = self._tokens_for_running(request, step)
             if num_tokens <= 0:
@@ -189,7 +195,7 @@ class UnifiedScheduler:
         lacks = request.num_tokens + len(request.spec_token_ids) - computed
         if 0 < step.threshold < lacks:
             lacks = step.threshold
-        return min(lacks, step.budget, self.max_model_len - computed - 1)
+        return min(lacks, step.budget.left, self.max_model_len - computed - 1)
 
     def _make_room(self, request: Request, index: int, num_tokens: int, step: _Step) -> int:
         """Blocks for ``num_tokens`` more of the request at ``index``, whoever it costs.
@@ -198,7 +204,7 @@ class UnifiedScheduler:
         itself can be the victim: it is then no longer RUNNING, and another stands at the index. Under FCFS
         that one is the last, and the loop ends.
         """
-        while not self.kv.extend(request, num_tokens):
+        while not self._extend(request, num_tokens):
             victim = self._victim_index()
             if victim < index:
                 index -= 1
@@ -206,6 +212,14 @@ class UnifiedScheduler:
             if request.status is not RequestStatus.RUNNING:
                 break
         return index
+
+    def _extend(self, request: Request, num_tokens: int) -> bool:
+        lookahead = self._lookahead(request.num_computed_tokens, num_tokens)
+        return self.kv.extend(request, num_tokens, lookahead)
+
+    def _lookahead(self, start: int, num_tokens: int) -> int:
+        """KV slots beyond ``num_tokens`` from ``start`` on into which drafts are written as they are made."""
+        return min(self.config.num_lookahead_tokens, self.max_model_len - start - num_tokens)
 
     def _victim_index(self) -> int:
         """FCFS: the last admitted. Priority: the worst (priority, arrival), scheduled already or not."""
@@ -217,7 +231,8 @@ class UnifiedScheduler:
     def _preempt(self, index: int, step: _Step) -> None:
         """Back to waiting, to be computed anew; what this step had given it goes back as well."""
         request = self.running.pop(index)
-        step.budget += step.scheduled.remove(request)
+        if taken := step.scheduled.remove(request):
+            step.budget.give_back(taken)
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
@@ -231,8 +246,9 @@ class UnifiedScheduler:
     def _schedule_waiting(self, step: _Step) -> AdmissionStop | None:
         """Admit from the head of the queue until something stops it; nobody overtakes the head, unless it
         is set aside."""
+        step.partial = PartialPrefills.of(self.config, step.scheduled)
         while self.waiting:
-            if step.budget <= 0:
+            if step.budget.left <= 0:
                 return AdmissionStop.BUDGET
             if len(self.running) >= self.config.max_num_seqs:
                 return AdmissionStop.SEQUENCES
@@ -240,22 +256,30 @@ class UnifiedScheduler:
             if not self._is_open(request, step):
                 continue
             hits = self.kv.lookup(request)
+            if self._drops_last_hit:  # EAGLE needs the target's hidden states of what comes before its token
+                hits = hits[:-1]
             computed = len(hits) * self.kv.block_size
             drafts: list[int] = []
             if self._pads(request, computed, step):
                 drafts = [PLACEHOLDER_TOKEN_ID] * self.config.num_speculative_tokens
                 num_tokens = 1 + len(drafts)
-                if num_tokens > step.budget:
+                if num_tokens > step.budget.left:
                     return AdmissionStop.PADDING
             else:
                 num_tokens = request.num_tokens - computed
                 if 0 < step.threshold < num_tokens:
                     num_tokens = step.threshold
-                if num_tokens > step.budget and not self.config.enable_chunked_prefill:
+                if num_tokens > step.budget.left and not self.config.enable_chunked_prefill:
                     return AdmissionStop.CHUNKING
-                num_tokens = min(num_tokens, step.budget)
-            if not self.kv.admit(request, hits, num_tokens):
+                num_tokens = min(num_tokens, step.budget.left)
+            lacks = request.num_tokens - computed
+            if num_tokens < lacks and (reason := step.partial.refuse(lacks)) is not None:
+                self._set_aside(reason, step)
+                continue
+            if not self.kv.admit(request, hits, num_tokens, self._lookahead(computed, num_tokens)):
                 return AdmissionStop.BLOCKS
+            if num_tokens < lacks:
+                step.partial.take(lacks)
             self._admit(step)
             self._take(request, num_tokens, drafts, step)
         return step.aside_for
@@ -313,7 +337,7 @@ class UnifiedScheduler:
         beyond_own = start + num_tokens - request.num_tokens
         request.num_computed_tokens = start + num_tokens
         request.mid_prefill = beyond_own < 0
-        step.budget -= num_tokens
+        step.budget.take(num_tokens)
         drafts = drafts[: max(beyond_own, 0)]
         step.scheduled.append(request, start, num_tokens, tuple(drafts), beyond_own >= 0)
 

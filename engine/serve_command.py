@@ -128,6 +128,17 @@ def serve(
     long_prefill_token_threshold: Annotated[
         int, _count("Most tokens of one request in a step beside others; 0: no limit of its own.")
     ] = 0,
+    max_num_scheduled_tokens: Annotated[
+        int | None, _count("Tokens scheduled in a step, where these are to be fewer than the budget.")
+    ] = None,
+    max_num_partial_prefills: Annotated[
+        int | None,
+        _count("Most prompts left half-way by a step; short ones pass long ones. No limit by default."),
+    ] = None,
+    max_long_partial_prefills: Annotated[
+        int, _count("Of these, most that are longer than the threshold (then 4 % of --max-model-len).")
+    ] = 1,
+    async_scheduling: Annotated[bool, _flag("Plan a step while the one before it computes.")] = False,
     speculative_config: Annotated[
         Any,
         _flag(

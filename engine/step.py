@@ -28,6 +28,8 @@ class AdmissionStop(Enum):
     CHUNKING = "the prompt exceeds the budget left and chunked prefill is off"
     PADDING = "1 + num_speculative_tokens exceed the budget left"
     BLOCKS = "too few free blocks for the whole sequence"
+    PREFILLS = "max_num_partial_prefills are mid-prefill"
+    LONG_PREFILLS = "max_long_partial_prefills long ones are mid-prefill"
     GATE = "its grammar or its KV is not there yet"
     BATCH = "the batch runs until its last member ends"
     SWAPPED = "requests swapped out to host memory come first"

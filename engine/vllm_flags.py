@@ -5,7 +5,7 @@ from __future__ import annotations
 _NAMES = """
 additional-config aggregate-engine-logging all2all-backend allow-credentials allow-deprecated-quantization
 allowed-headers allowed-local-media-path allowed-media-domains allowed-methods allowed-origins
-anthropic-disabled-thinking-effort api-server-count async-scheduling attention-backend attention-config
+anthropic-disabled-thinking-effort api-server-count attention-backend attention-config
 aux-output-config chat-template chat-template-content-format code-revision cohere-format
 cohere-is-reasoning-model collect-detailed-traces compilation-config config config-format convert
 cp-kv-cache-interleave-size cpu-distributed-timeout-seconds cpu-offload-gb cpu-offload-params
@@ -42,9 +42,9 @@ kv-transfer-config language-model-only limit-mm-per-prompt linear-backend log-co
 log-level logging-config logits-processors logprobs-mode long-prefill-token-threshold-adaptive lora-dtype
 lora-modules lora-target-modules mamba-backend mamba-block-size mamba-cache-dtype mamba-cache-mode
 mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm master-addr master-port max-cpu-loras
-max-cudagraph-capture-size max-log-len max-logprobs max-long-partial-prefills max-lora-cls-labels
-max-lora-rank max-loras max-num-active-seqs max-num-partial-prefills max-num-queued-reqs
-max-num-queued-tokens max-num-scheduled-tokens max-parallel-loading-workers media-io-kwargs middleware
+max-cudagraph-capture-size max-log-len max-logprobs max-lora-cls-labels
+max-lora-rank max-loras max-num-active-seqs max-num-queued-reqs
+max-num-queued-tokens max-parallel-loading-workers media-io-kwargs middleware
 mm-device-do-normalize mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
 mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-only mm-encoder-tp-mode
 mm-hasher-algorithm mm-ipc-gpu-memory-gb mm-processor-cache-gb mm-processor-cache-type mm-processor-device

@@ -73,8 +73,8 @@ class ReferenceKV:
             end += self.block_size
         return hits
 
-    def admit(self, request: Request, hits: Sequence[int], num_tokens: int) -> bool:
-        ends = [len(hits) * self.block_size + num_tokens, len(request.token_ids)]
+    def admit(self, request: Request, hits: Sequence[int], num_tokens: int, lookahead: int = 0) -> bool:
+        ends = [len(hits) * self.block_size + num_tokens + lookahead, len(request.token_ids)]
         unheld = [block for block in hits if block in self.pool.free_blocks]
         for end in ends:
             if self._missing(end, len(hits)) + len(unheld) > self.pool.num_free:
@@ -83,12 +83,12 @@ class ReferenceKV:
             self.pool.share(block)
         request.block_ids = list(hits)
         request.num_computed_tokens = len(hits) * self.block_size
-        assert self.extend(request, num_tokens)
+        assert self.extend(request, num_tokens, lookahead)
         return True
 
-    def extend(self, request: Request, num_tokens: int) -> bool:
+    def extend(self, request: Request, num_tokens: int, lookahead: int = 0) -> bool:
         end = request.num_computed_tokens + num_tokens
-        missing = self._missing(end, len(request.block_ids))
+        missing = self._missing(end + lookahead, len(request.block_ids))
         if missing > self.pool.num_free:
             return False
         for _ in range(missing):
