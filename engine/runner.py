@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -22,7 +22,7 @@ from engine.model import TensorError, Workspace, attention_shape, layer_rope_tab
 from engine.model_config import ModelConfig, load_model_config
 from engine.model_error import ModelError
 from engine.request import Request
-from engine.sampler import Sampler, SampleRow
+from engine.sampler import Drawn, Sampler, SampleRow
 from engine.spec.make import make_proposer
 from engine.spec.proposer import TargetStep
 from engine.spec.rejection import accept
@@ -172,11 +172,7 @@ class ModelRunner:
         return torch.tensor(tokens), batch
 
     def _emit(self, logits: torch.Tensor, verify: Sequence[_Verify]) -> StepResult:
-        rows = [
-            SampleRow(item.request, item.drafts[:place])
-            for item in verify
-            for place in range(len(item.drafts) + 1)
-        ]
+        rows = [row for item in verify for row in self._sample_rows(item)]
         _keep_form(logits, verify)
         sampled, logprobs = self._sampler.sample(logits, rows)
         tokens: dict[str, list[int]] = {}
@@ -189,6 +185,16 @@ class ModelRunner:
                 asked = logprobs[item.start : item.start + len(emitted)]
                 found[name] = [entry for entry in asked if entry is not None]
         return StepResult(tokens, logprobs=found)
+
+    def _sample_rows(self, item: _Verify) -> Iterator[SampleRow]:
+        """One for each draft, and one for the token behind them."""
+        drawn_from = None
+        if item.drafts and self._proposer is not None:
+            drawn_from = self._proposer.probabilities(item.request.request_id)
+        for place, draft in enumerate(item.drafts):
+            drawn = None if drawn_from is None else Drawn(draft, drawn_from[place])
+            yield SampleRow(item.request, item.drafts[:place], drawn)
+        yield SampleRow(item.request, item.drafts)
 
 
 def _in_form(drafts: dict[str, list[int]], step: TargetStep) -> dict[str, list[int]]:

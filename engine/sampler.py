@@ -2,7 +2,8 @@
 
 Order: raw logprobs, ``min_tokens`` mask, penalties, temperature, min-p, top-k, top-p, draw.
 A draw needs one uniform number. For a request with a seed it is a hash of the seed and the token's place in
-the output, so that the text does not depend on batching, preemption or speculation.
+the output, so that the text does not depend on batching, preemption or speculation; except with drafts that
+were drawn themselves (``draft_sample_method: probabilistic``), where it depends on which tokens were drafted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from engine.request import Request, SamplingParams
+from engine.spec.rejection import invert, verify
 from engine.step import TokenLogprobs
 
 GREEDY_BELOW = 1e-5
@@ -30,12 +32,26 @@ CANDIDATES = 384
 """top-p looks at so many of the largest logits first; only a flatter distribution is sorted as a whole."""
 
 
+TARGET, ACCEPT, RESIDUAL, DRAFT = range(4)
+"""What a uniform number is for: those of one place in the output must be independent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A draft for the token to be chosen, and the distribution [vocab] that it was drawn from."""
+
+    token: int
+    distribution: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class SampleRow:
     """One row of logits: whose it is, and the drafts that stand before the token to be chosen."""
 
     request: Request
     drafts: tuple[int, ...] = ()
+    drawn: Drawn | None = None
+    """None also where the draft was not drawn but is the only candidate: the token is chosen without it."""
 
     @property
     def params(self) -> SamplingParams:
@@ -86,9 +102,11 @@ class Sampler:
             tokens: list[int] = logits.argmax(-1).tolist()
             return tokens
         tokens = logits.argmax(-1).tolist() if len(drawn) < len(rows) else [0] * len(rows)
-        filtered = [i for i in drawn if _is_filtered(rows[i].params, logits.shape[-1])]
-        plain = [i for i in drawn if not _is_filtered(rows[i].params, logits.shape[-1])]
-        for group, choose in ((plain, _draw), (filtered, _draw_filtered)):
+        verified = [i for i in drawn if rows[i].drawn is not None]
+        alone = [i for i in drawn if rows[i].drawn is None]
+        filtered = [i for i in alone if _is_filtered(rows[i].params, logits.shape[-1])]
+        plain = [i for i in alone if not _is_filtered(rows[i].params, logits.shape[-1])]
+        for group, choose in ((plain, _draw), (filtered, _draw_filtered), (verified, self._verify)):
             for start in range(0, len(group), ROWS_AT_ONCE):
                 part = group[start : start + ROWS_AT_ONCE]
                 members = [rows[i] for i in part]
@@ -97,19 +115,43 @@ class Sampler:
                     tokens[i] = token
         return tokens
 
-    def _uniforms(self, rows: Sequence[SampleRow]) -> torch.Tensor:
-        values = [
-            float(self._random.random())
-            if row.params.seed is None
-            else seeded_uniform(row.params.seed, row.position)
-            for row in rows
-        ]
+    def _verify(self, logits: torch.Tensor, rows: Sequence[SampleRow], uniforms: torch.Tensor) -> list[int]:
+        """Of each row [R, vocab] the draft, where it is accepted, else a token in its place: together they
+        are distributed as the target is (rejection.py)."""
+        drawn = [row.drawn for row in rows if row.drawn is not None]
+        proposed = torch.stack([draft.distribution for draft in drawn])
+        drafts = torch.tensor([draft.token for draft in drawn])
+        return verify(
+            _probabilities(logits, rows),
+            proposed,
+            drafts,
+            self._uniforms(rows, ACCEPT),
+            self._uniforms(rows, RESIDUAL),
+        )
+
+    def _uniforms(self, rows: Sequence[SampleRow], purpose: int = TARGET) -> torch.Tensor:
+        """[R, 1]"""
+        values = [self.uniform(row.params, row.position, purpose) for row in rows]
         return torch.tensor(values, dtype=torch.float32).unsqueeze(-1)
 
+    def uniform(self, params: SamplingParams, position: int, purpose: int) -> float:
+        """The number in [0, 1) that decides about the token at ``position`` of the output."""
+        if params.seed is None:
+            return float(self._random.random())
+        return seeded_uniform(params.seed, position, purpose)
 
-def seeded_uniform(seed: int, position: int) -> float:
+    def draw_draft(self, logits: torch.Tensor, params: SamplingParams, position: int) -> Drawn:
+        """A draft by the softmax of ``logits`` [vocab] at the request's temperature; ``position`` is one that
+        no other draft beside it has."""
+        distribution = (logits / params.temperature).softmax(-1)
+        uniform = torch.tensor([[self.uniform(params, position, DRAFT)]])
+        token, _ = invert(distribution.unsqueeze(0), uniform)
+        return Drawn(int(token), distribution)
+
+
+def seeded_uniform(seed: int, position: int, purpose: int = TARGET) -> float:
     """A number in [0, 1) from a seed and a place, by two rounds of splitmix64's mixing function."""
-    state = _mix64(seed) ^ (position + 1)
+    state = _mix64(seed) ^ (position + 1) ^ (purpose << 48)
     return (_mix64(state) >> 11) * 2.0**-53
 
 
@@ -177,27 +219,31 @@ def _blocks(logits: torch.Tensor) -> torch.Tensor:
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], uniforms: torch.Tensor) -> list[int]:
     """One token of each row [R, vocab] by its softmax: first a block by its sum, then within the block."""
     weights = (_blocks(logits) - logits.amax(-1)[:, None, None]).exp_()
-    block, rest = _invert(weights.sum(-1), uniforms)
+    block, rest = invert(weights.sum(-1), uniforms)
     within = weights[torch.arange(len(weights)), block]
-    place, _ = _invert(within, rest / within.sum(-1, keepdim=True))
+    place, _ = invert(within, rest / within.sum(-1, keepdim=True))
     return (block * BLOCK + place).tolist()
 
 
-def _invert(weights: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row [R, n] the column in which its running sum passes ``uniforms`` [R, 1] times its total,
-    and by how much the sum before that column fell short [R, 1]."""
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    target = uniforms.clamp(0.0, 1.0) * sums[:, -1:]
-    columns = torch.searchsorted(sums, target, right=True)
-    # Rounding may carry the target to the total itself: then the last column that has any weight.
-    last = weights.shape[-1] - 1 - (weights > 0).int().flip(-1).argmax(-1, keepdim=True)
-    columns = torch.minimum(columns, last)
-    before = sums.gather(-1, columns) - weights.gather(-1, columns)
-    return columns.squeeze(-1), target - before
-
-
 def _draw_filtered(logits: torch.Tensor, rows: Sequence[SampleRow], uniforms: torch.Tensor) -> list[int]:
-    """top-k, then top-p of what is left, then draw; on the largest logits only where they suffice."""
+    """top-k, then top-p of what is left, then draw."""
+    weights, indices = _filter(logits, rows)
+    chosen, _ = invert(weights, uniforms)
+    return indices.gather(-1, chosen.unsqueeze(-1)).squeeze(-1).tolist()
+
+
+def _probabilities(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+    """The whole distribution of each row [R, vocab] after top-k and top-p."""
+    if not any(_is_filtered(row.params, logits.shape[-1]) for row in rows):
+        return logits.softmax(-1)
+    weights, indices = _filter(logits, rows)
+    kept = torch.zeros_like(logits).scatter_(-1, indices, weights)
+    return kept.div_(kept.sum(-1, keepdim=True))
+
+
+def _filter(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[torch.Tensor, torch.Tensor]:
+    """What top-k and then top-p leave of each row [R, vocab]: weights in descending order, and their columns.
+    Only the largest logits are looked at, where they suffice."""
     vocab = logits.shape[-1]
     top_k = [row.params.top_k if 0 < row.params.top_k < vocab else vocab for row in rows]
     log_total = logits.logsumexp(-1, keepdim=True)
@@ -212,8 +258,7 @@ def _draw_filtered(logits: torch.Tensor, rows: Sequence[SampleRow], uniforms: to
     before = weights.cumsum(-1).sub_(weights)
     outside = before >= _column([row.params.top_p for row in rows])
     outside[:, 0] = False  # the likeliest is always kept
-    chosen, _ = _invert(weights.masked_fill_(outside, 0.0), uniforms)
-    return indices.gather(-1, chosen.unsqueeze(-1)).squeeze(-1).tolist()
+    return weights.masked_fill_(outside, 0.0), indices
 
 
 def _largest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

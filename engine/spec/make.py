@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.model import Decoder
+from engine.spec.draft_model import DraftModelProposer
+from engine.spec.eagle import EagleProposer
 from engine.spec.ngram import NgramProposer
 from engine.spec.proposer import Proposer
 from engine.spec.suffix import SuffixProposer
@@ -20,4 +22,8 @@ def make_proposer(config: EngineConfig, target: Decoder) -> Proposer | None:
     assert max_model_len is not None
     if speculative.method == "ngram":
         return NgramProposer(speculative, max_model_len)
-    return SuffixProposer(speculative, max_model_len)
+    if speculative.method == "suffix":
+        return SuffixProposer(speculative, max_model_len)
+    if speculative.method == "draft_model":
+        return DraftModelProposer(config, target)
+    return EagleProposer(config, target)

@@ -94,7 +94,7 @@ class SuffixProposer(Proposer):
         """
         best = Draft()
         lengths = sorted(set(matched) - {0}, reverse=True)
-        for longest, shorter in zip(lengths, [*lengths[1:], 0], strict=True):
+        for longest, shorter in zip(lengths, (*lengths[1:], 0), strict=False):
             limit = min(k, max(self._limit(length) for length in range(shorter + 1, longest + 1)))
             if limit <= best.score:
                 continue
