@@ -188,6 +188,8 @@ class Sweep:
             if self._stop():
                 return None
             self._run(value)
+            if self._stop():
+                return None
             level = self._level(value)
             if level.decision != "undecided" or len(level.runs) >= self._max_runs:
                 return level.decision

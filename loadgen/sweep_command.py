@@ -1,4 +1,4 @@
-"""``vtune bench sweep``: the curve over loads, its knee, and the highest that meets an SLO. Light to import."""
+"""``vtune bench sweep``: the curve over loads, its knee, the highest that meets an SLO. Light to import."""
 
 from __future__ import annotations
 

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
+from made_runs import records
 
 from loadgen.arrivals import ClosedLoop
 from loadgen.compare import COUNTS, Comparison, Incomparable, Pair, compare, compare_runs
-from loadgen.record import ClientStats, Failure, Records, RequestRecord
+from loadgen.record import Records
 from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
 from loadgen.workload import Schedule, preset
 
@@ -26,46 +26,6 @@ MS = 1_000_000
 def schedule_for(seed: int) -> Schedule:
     workload = preset("random", max_model_len=512, vocab_size=1000)
     return workload.schedule(seed=seed, arrival=ClosedLoop(4), num_requests=4)
-
-
-def records(seed: int = 0, *, gap: float = 10.0, requests: int = 60, failed: int = 0) -> Records:
-    """A run whose figures are known: TTFT 5 gaps, 11 tokens a request, one request after the other.
-
-    ``gap`` in ms; the last ``failed`` requests were refused. ``seed`` gives 1 % of noise a run.
-    """
-    step = round(gap * MS * float(np.exp(np.random.default_rng(seed).normal(0, 0.01))))
-    done = []
-    for index in range(requests):
-        begin = index * 15 * step
-        failure = Failure.REFUSED if index >= requests - failed else None
-        chunks = () if failure else tuple(begin + (5 + token) * step for token in range(11))
-        done.append(
-            RequestRecord(
-                index=index,
-                cls="short" if index % 2 else "long",
-                intended=begin,
-                sent=begin,
-                end=begin + 15 * step,
-                chunk_at=chunks,
-                chunk_tokens=(1.0,) * len(chunks),
-                failure=failure,
-                finish_reason=None if failure else "length",
-                max_tokens=11,
-            )
-        )
-    return Records(
-        schedule_sha256="5c4ed01e" * 8,
-        schedule="made up",
-        mode="closed",
-        concurrency=1,
-        planned=requests,
-        requests=tuple(done),
-        window=(0.0, requests * 15 * step / 1e9),
-        client=ClientStats("asyncio", 1, 0.1, 10.0, 100, 0.0, 0.0, 0.0),
-        environment={"url": f"http://127.0.0.1:{8000 + seed}", "model": "m", "cpus": 2},
-        start_unix_ms=0,
-        verdict="ok",
-    )
 
 
 def pairs(count: int = 8, slower: float = 1.0, **b: Any) -> list[Pair]:
