@@ -28,7 +28,7 @@ from engine.protocol import (
 )
 from engine.request import SamplingParams
 from engine.responses import ChatWriter, Choice, CompletionWriter, Writer
-from engine.tokenizer import ChatTemplateError
+from engine.tokenizer import ChatTemplateError, Tokenizer
 
 T = TypeVar("T")
 logger = logging.getLogger("vtune.api")
@@ -41,8 +41,9 @@ LONG_TEXT = 20_000
 class Api:
     """The endpoints of one server, over one frontend."""
 
-    def __init__(self, frontend: Frontend, version: str) -> None:
-        self._frontend, self._version = frontend, version
+    def __init__(self, frontend: Frontend, version: str, prompt_tokens_details: bool = False) -> None:
+        """``prompt_tokens_details``: usage tells how many tokens of the prompts were cached."""
+        self._frontend, self._version, self._tells_cached = frontend, version, prompt_tokens_details
         self._config = frontend.info.config
         self._model_name = self._config.served_name
         assert self._config.max_model_len is not None
@@ -59,7 +60,9 @@ class Api:
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),
             Route("/health", self.health),
-            Route("/ping", self.health),
+            Route("/ping", self.health, methods=["GET", "POST"]),
+            Route("/load", self.load),
+            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
             Route("/metrics", self.metrics),
             Route("/version", self.version),
         ]
@@ -71,9 +74,7 @@ class Api:
         parsed = CompletionRequest.parse(parse_json(await read_body(request)), self._config)
         self._admit(parsed.options)
         prompts = [await self._token_ids(prompt, parsed.add_special_tokens) for prompt in parsed.prompts]
-        writer = CompletionWriter(
-            _request_id(parsed.options), self._model_name, self._frontend.tokenizer, parsed.options, prompts
-        )
+        writer = CompletionWriter(*self._writes(parsed.options, prompts))
         default = CompletionRequest.DEFAULT_MAX_TOKENS
         return await self._answer(request, prompts, parsed.options, default, writer, arrival)
 
@@ -83,10 +84,15 @@ class Api:
         self._admit(parsed.options)
         text = self._render(parsed.messages, parsed.add_generation_prompt, parsed.template_variables)
         prompts = [await self._token_ids(text, parsed.add_special_tokens)]
-        writer = ChatWriter(
-            _request_id(parsed.options), self._model_name, self._frontend.tokenizer, parsed.options, prompts
-        )
+        writer = ChatWriter(*self._writes(parsed.options, prompts))
         return await self._answer(request, prompts, parsed.options, None, writer, arrival)
+
+    def _writes(
+        self, options: Options, prompts: Sequence[list[int]]
+    ) -> tuple[str, str, Tokenizer, Options, Sequence[list[int]], bool]:
+        """What a writer is made of."""
+        name = options.request_id or uuid.uuid4().hex
+        return name, self._model_name, self._frontend.tokenizer, options, prompts, self._tells_cached
 
     async def _answer(
         self,
@@ -139,6 +145,7 @@ class Api:
             async for deltas in steps:
                 for delta in deltas:
                     choices[delta.index].add(delta.piece)
+                    writer.note(delta)
         return JSONResponse(writer.body(choices))
 
     def _admit(self, options: Options) -> None:
@@ -241,6 +248,16 @@ class Api:
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self._frontend.alive else 503)
 
+    async def load(self, request: Request) -> Response:
+        """How many sequences are being generated."""
+        return JSONResponse({"server_load": self._frontend.num_sequences})
+
+    async def reset_prefix_cache(self, request: Request) -> Response:
+        if request.query_params.get("reset_running_requests", "false").lower() not in ("false", "0"):
+            message = "reset_running_requests is not supported by this server; wait until nothing runs"
+            raise RequestError(message, "reset_running_requests")
+        return JSONResponse({"success": await self._frontend.reset_prefix_cache()})
+
     async def metrics(self, request: Request) -> Response:
         return Response(self._frontend.metrics.render(), headers={"content-type": CONTENT_TYPE})
 
@@ -268,5 +285,3 @@ async def _in_thread_if_long(size: int, work: Callable[..., T], *arguments: Any)
     return await asyncio.to_thread(work, *arguments)
 
 
-def _request_id(options: Options) -> str:
-    return options.request_id or uuid.uuid4().hex

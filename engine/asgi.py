@@ -23,6 +23,8 @@ from engine.responses import DONE, error_body
 T = TypeVar("T")
 MAX_BODY = 16 << 20
 """Bytes of a request's body; what is longer is answered with 413 and never kept."""
+KEYED_PATHS = ("/v1", "/reset_prefix_cache")
+"""What needs a key where keys are set. vLLM has the second in its development mode only, without."""
 MAX_DRAIN = 1 << 30
 """How much of an oversized body is read, and dropped, so that its sender gets to read the answer."""
 CLIENT_GONE = 499
@@ -30,7 +32,7 @@ CLIENT_GONE = 499
 
 
 def build_app(routes: Sequence[Route], api_keys: Sequence[str] = ()) -> ASGIApp:
-    """The application; with ``api_keys``, everything under /v1 needs one of them as bearer token."""
+    """The application; with ``api_keys``, :data:`KEYED_PATHS` need one of them as bearer token."""
     app = Starlette(
         routes=routes,
         exception_handlers={
@@ -45,7 +47,7 @@ def build_app(routes: Sequence[Route], api_keys: Sequence[str] = ()) -> ASGIApp:
 
 
 class BearerAuth:
-    """ASGI middleware: 401 for a path under /v1 without a known key."""
+    """ASGI middleware: 401 for one of :data:`KEYED_PATHS` without a known key."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
@@ -53,7 +55,7 @@ class BearerAuth:
         self._expected = [f"Bearer {key}".encode(errors="surrogateescape") for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith("/v1"):
+        if scope["type"] == "http" and scope["path"].startswith(KEYED_PATHS):
             given = dict(scope["headers"]).get(b"authorization", b"")
             # Every key is compared: how long it takes says nothing about which one was close.
             if sum(secrets.compare_digest(given, key) for key in self._expected) == 0:

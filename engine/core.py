@@ -167,6 +167,10 @@ class EngineCore:
         """
         self.stats = self.metrics.finished_outside(self.scheduler.abort(request_ids), status)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; False, and nothing happens, while any request holds a block."""
+        return self.scheduler.reset_prefix_cache()
+
     def step(self) -> tuple[StepPlan, StepOutput]:
         """Plan, compute, book, observe."""
         started_at = self.clock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,8 @@ class Delta:
 
     index: int
     piece: Piece
+    cached_tokens: int = 0
+    """Tokens of its prompt that were found in the prefix cache."""
 
 
 class Frontend:
@@ -42,11 +45,17 @@ class Frontend:
         self.info, self.model, self.tokenizer, self.metrics = info, model, tokenizer, metrics
         self._process, self._stat_logger = process, stat_logger
         self._mailboxes: dict[str, _Mailbox] = {}
+        self._resets: deque[asyncio.Future[bool]] = deque()
         self._ids = itertools.count()
 
     @property
     def alive(self) -> bool:
         return self._process.alive
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences in flight."""
+        return len(self._mailboxes)
 
     async def run(self) -> None:
         """Hand output on until the engine is gone; then everybody who waits for some gets EngineDeadError."""
@@ -55,6 +64,12 @@ class Frontend:
             async for step in self._process.steps():
                 self.metrics.record(step.stats)
                 self._stat_logger.record(step.stats)
+                if step.prefix_cache_reset is not None and not (reset := self._resets.popleft()).done():
+                    reset.set_result(step.prefix_cache_reset)
+                for request_id, cached in step.admitted.items():
+                    mailbox = self._mailboxes.get(request_id)
+                    if mailbox is not None:
+                        mailbox.cached.setdefault(request_id, cached)  # when it is resumed, the first counts
                 for output in step.outputs:
                     mailbox = self._mailboxes.get(output.request_id)
                     if mailbox is not None:
@@ -64,9 +79,22 @@ class Frontend:
             self.fail_all(EngineDeadError(f"the engine process is gone ({self._process.exit_reason()})"))
 
     def fail_all(self, error: Exception) -> None:
-        """End every request in flight with ``error``."""
+        """End everything that waits for the engine with ``error``."""
+        for reset in self._resets:
+            if not reset.done():
+                reset.set_exception(error)
         for mailbox in self._mailboxes.values():
             mailbox.fail(error)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Whether cached prefixes are forgotten; they are not while requests hold blocks.
+
+        Raises EngineDeadError.
+        """
+        self._process.reset_prefix_cache()
+        reset: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._resets.append(reset)
+        return await reset
 
     def close(self) -> None:
         """Stop the engine process."""
@@ -97,7 +125,8 @@ class Frontend:
                         continue  # it met a stop string while this was on its way
                     if output.finish is RequestStatus.FINISHED_ERROR:
                         raise RequestError(str(output.stop_reason))
-                    deltas.append(delta := sequence.advance(output))
+                    cached = mailbox.cached.get(output.request_id, 0)
+                    deltas.append(delta := sequence.advance(output, cached))
                     if sequence.finished:
                         self._finished(sequence, output, groups[delta.index // options.n])
                         del open_sequences[output.request_id]
@@ -156,18 +185,20 @@ class _Sequence:
     def request_id(self) -> str:
         return self.request.request_id
 
-    def advance(self, output: RequestOutput) -> Delta:
+    def advance(self, output: RequestOutput, cached_tokens: int) -> Delta:
         piece = self.text.advance(output)
         self.finished = piece.finish_reason is not None
-        return Delta(self.index, piece)
+        return Delta(self.index, piece, cached_tokens)
 
 
 class _Mailbox:
     """Output that waits for its request's coroutine, which is woken once for all that a step brings."""
 
-    __slots__ = ("_error", "_outputs", "_waiter")
+    __slots__ = ("_error", "_outputs", "_waiter", "cached")
 
     def __init__(self) -> None:
+        self.cached: dict[str, int] = {}
+        """Prefix-hit tokens of the requests that were admitted."""
         self._outputs: list[RequestOutput] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None

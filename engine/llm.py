@@ -125,6 +125,10 @@ class LLM:
             raise
         return [sequence.completion() for sequence in sequences]
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of earlier prompts, so that the next ones are computed anew. True: it was done."""
+        return self.core.reset_prefix_cache()
+
     def _run(self, sequences: list[_Sequence], arrivals: Sequence[int], observe: Observer | None) -> None:
         by_id = {sequence.request.request_id: sequence for sequence in sequences}
         # Within a step requests are added in the order of the prompts.

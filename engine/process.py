@@ -23,7 +23,7 @@ import sys
 import threading
 import traceback
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine import log
@@ -77,11 +77,20 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget cached prefixes; a Stepped with ``prefix_cache_reset`` answers."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stepped:
-    """A step, or an abort that no step follows: all that is new since the last message."""
+    """A step, or a command that no step follows: all that is new since the last message."""
 
     outputs: Outputs
     stats: StepStats
+    admitted: dict[str, int] = field(default_factory=dict)
+    """Prefix-hit tokens of each request that was admitted or resumed."""
+    prefix_cache_reset: bool | None = None
+    """The answer to a ResetPrefixCache: whether it was done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +165,16 @@ def _serve(config: EngineConfig, inbox: queue.SimpleQueue[Any], channel: socket.
         for message in _drain(inbox, wait=not core.has_unfinished):
             if isinstance(message, Submit):
                 _add(core, message.requests, channel)
+            elif isinstance(message, ResetPrefixCache):
+                reset = core.reset_prefix_cache()
+                channel.sendall(encode(Stepped(Outputs(), core.metrics.idle(), prefix_cache_reset=reset)))
             else:
                 core.abort(message.request_ids, message.status)
                 channel.sendall(encode(Stepped(Outputs(), core.stats)))
         if core.has_unfinished:
-            _, output = core.step()
-            channel.sendall(encode(Stepped(Outputs.of(output.outputs), core.stats)))
+            step, output = core.step()
+            admitted = step.admitted_with_computed
+            channel.sendall(encode(Stepped(Outputs.of(output.outputs), core.stats, admitted)))
 
 
 def _add(core: EngineCore, requests: Iterable[Request], channel: socket.socket) -> None:
@@ -269,6 +282,10 @@ class EngineProcess:
         """Drop requests; ``status`` as in EngineCore.abort. Raises EngineDeadError."""
         self._send(Abort(tuple(request_ids), status))
 
+    def reset_prefix_cache(self) -> None:
+        """Ask for it; one of the next steps has the answer. Raises EngineDeadError."""
+        self._send(ResetPrefixCache())
+
     def exit_reason(self) -> str:
         """How the child ended, for people."""
         try:
@@ -293,7 +310,7 @@ class EngineProcess:
             self._child.kill()
             self._child.wait()
 
-    def _send(self, message: Submit | Abort) -> None:
+    def _send(self, message: Submit | Abort | ResetPrefixCache) -> None:
         if not self.alive or self._writer is None:
             raise EngineDeadError("the engine process is not running")
         self._writer.write(encode(message))

@@ -26,13 +26,18 @@ class Usage:
 
     prompt_tokens: int
     completion_tokens: int = 0
+    cached_tokens: dict[int, int] | None = None
+    """By prompt, how many of its tokens came out of the prefix cache; None: that is not told."""
 
     def as_json(self) -> dict[str, Any]:
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "completion_tokens": self.completion_tokens,
         }
+        if self.cached_tokens is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(self.cached_tokens.values())}
+        return usage
 
 
 @dataclass(slots=True)
@@ -66,14 +71,20 @@ class Writer:
         tokenizer: Tokenizer,
         options: Options,
         prompts: Sequence[list[int]],
+        tells_cached: bool = False,
     ) -> None:
         self._id = f"{self.prefix}-{request_id}"
         self._model, self._tokenizer, self._options, self._prompts = model, tokenizer, options, prompts
         self._created = int(time.time())
-        self.usage = Usage(sum(map(len, prompts)))
+        self.usage = Usage(sum(map(len, prompts)), cached_tokens={} if tells_cached else None)
         self._opened: set[int] = set()
         head = {"id": self._id, "object": self.chunk_name, "created": self._created, "model": model}
         self._head = f'data: {_dumps(head)[:-1]},"choices":'
+
+    def note(self, delta: Delta) -> None:
+        """What the usage should know of a delta: prefix hits, of the first sequence of each prompt."""
+        if self.usage.cached_tokens is not None and delta.index % self._options.n == 0:
+            self.usage.cached_tokens[delta.index] = delta.cached_tokens
 
     # ---------------------------------------------------------------- given piece by piece
 
@@ -89,6 +100,7 @@ class Writer:
 
     def _chunk(self, delta: Delta) -> str:
         index, piece = delta.index, delta.piece
+        self.note(delta)
         self.usage.completion_tokens += len(piece.token_ids)
         opening = ""
         extra = f',"token_ids":{_dumps(piece.token_ids)}' if self._options.return_token_ids else ""

@@ -85,6 +85,12 @@ def serve(
     disable_uvicorn_access_log: Annotated[
         bool, typer.Option("--disable-uvicorn-access-log", help="Do not log every HTTP request.")
     ] = False,
+    enable_prompt_tokens_details: Annotated[
+        bool,
+        typer.Option(
+            "--enable-prompt-tokens-details", help="Tell in usage how many tokens of the prompt were cached."
+        ),
+    ] = False,
     model: Annotated[str, _flag("The same as MODEL.")] = "bundled",
     tokenizer: Annotated[str | None, _flag("Where the tokenizer is, if not with the model.")] = None,
     served_model_name: Annotated[str | None, _flag("The name clients use; MODEL by default.")] = None,
@@ -170,7 +176,9 @@ def serve(
         names = {field.name for field in fields(EngineConfig)}
         config = EngineConfig(**{name: value for name, value in given.items() if name in names})
         config.validate()
-        options = ServerOptions(host, port, tuple(api_key or ()), not disable_uvicorn_access_log)
+        options = ServerOptions(
+            host, port, tuple(api_key or ()), not disable_uvicorn_access_log, enable_prompt_tokens_details
+        )
         code = run(config, options, _non_default(context, given))
     except (ConfigError, ServeError) as error:
         typer.echo(f"error: {error}", err=True)

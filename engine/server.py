@@ -38,6 +38,8 @@ class ServerOptions:
     port: int = 8000
     api_keys: tuple[str, ...] = ()
     access_log: bool = True
+    prompt_tokens_details: bool = False
+    """Usage tells how many tokens of the prompts came out of the prefix cache."""
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class _HttpServer(uvicorn.Server):
     """uvicorn, with the signals left to us: its own handling ends the process by the signal it caught."""
 
     def __init__(self, frontend: Frontend, options: ServerOptions) -> None:
-        api = Api(frontend, version("vtune-llm"))
+        api = Api(frontend, version("vtune-llm"), options.prompt_tokens_details)
         super().__init__(
             uvicorn.Config(
                 build_app(api.routes(), options.api_keys),

@@ -27,7 +27,7 @@ enable-flashinfer-autotune enable-force-include-usage enable-hc-sp enable-layerw
 enable-log-deltas enable-log-outputs enable-log-requests enable-logging-iteration-details enable-lora
 enable-mamba-cache-stochastic-rounding enable-mamba-shared-prefix-checkpoint enable-mfu-metrics
 enable-mixed-moe-lora-format enable-mm-embeds enable-moe-shared-loras enable-nccl-comm-suspend
-enable-offline-docs enable-per-request-metrics enable-prompt-embeds enable-prompt-tokens-details
+enable-offline-docs enable-per-request-metrics enable-prompt-embeds
 enable-request-id-headers enable-return-routed-experts enable-scale-out enable-server-load-tracking
 enable-shm-tensor-arena enable-sleep-mode enable-ssl-refresh enable-tokenizer-info-endpoint
 enable-tower-connector-lora enable-trace-replay enforce-eager engram-config eplb-config
