@@ -283,5 +283,3 @@ async def _in_thread_if_long(size: int, work: Callable[..., T], *arguments: Any)
     if size < LONG_TEXT:
         return work(*arguments)
     return await asyncio.to_thread(work, *arguments)
-
-

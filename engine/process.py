@@ -185,7 +185,9 @@ def _add(core: EngineCore, requests: Iterable[Request], channel: socket.socket) 
         except ValueError as error:
             logger.error(f"refused: {error}")
             request.error = str(error)
-            channel.sendall(encode(Stepped(Outputs.of([RequestOutput.refused(request)]), core.metrics.idle())))
+            channel.sendall(
+                encode(Stepped(Outputs.of([RequestOutput.refused(request)]), core.metrics.idle()))
+            )
 
 
 def _drain(inbox: queue.SimpleQueue[Any], wait: bool) -> Iterator[Any]:

@@ -166,7 +166,7 @@ def serve(
     ] = "recompute",
     swap_space: Annotated[float, _flag("GiB of host memory for --preemption-mode swap.")] = 4,
 ) -> None:
-    """Start the server; every parameter but the first six is the field of EngineConfig of the same name."""
+    """Start the server; every parameter but the first seven is the field of EngineConfig of the same name."""
     from engine.server import ServeError, ServerOptions
     from engine.server import serve as run
 
