@@ -128,11 +128,12 @@ class BlockPool:
 
     def set_hashes(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
         """Declare what held, not yet hashed blocks contain, so that lookups find them."""
+        hashes, insert = self._hashes, self._index.insert
         for block, block_hash in zip(blocks, block_hashes, strict=True):
-            assert self._hashes[block] is None
+            assert hashes[block] is None
             assert self._refs[block] > 0
-            self._hashes[block] = block_hash
-            self._index.insert(block_hash, block)
+            hashes[block] = block_hash
+            insert(block_hash, block)
 
     def reset_hashes(self) -> bool:
         """Forget all content, if every block is free; else change nothing and return False."""

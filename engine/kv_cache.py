@@ -77,6 +77,11 @@ class KVCacheManager:
         self.hash_blocks(request, min(end, request.num_tokens))
         return True
 
+    def take_one_each(self, requests: Sequence[Request]) -> None:
+        """One more block for each request, in this order. The caller has checked that so many are free."""
+        for request, block in zip(requests, self.pool.allocate(len(requests)), strict=True):
+            request.block_ids.append(block)
+
     def hash_blocks(self, request: Request, num_tokens: int) -> None:
         """Give every block that ``num_tokens`` of the request fill its hash."""
         full = num_tokens // self.block_size

@@ -21,17 +21,27 @@ def plan_decodes(running: list[Request], budget: int, kv: KVCacheManager) -> Row
     Their ``num_computed_tokens`` have moved on, and their blocks are taken. Whoever follows them has not been
     touched: it is for the rule loop.
     """
-    block_size, last = kv.block_size, kv.block_size - 1
+    block_size, last, num_free = kv.block_size, kv.block_size - 1, kv.pool.num_free
     requests = running[:budget]
     starts: list[int] = []
+    entering: list[Request] = []
+    filling: list[Request] = []
     for request in requests:
         start = request.num_computed_tokens
         if start + 1 != len(request.token_ids) or request.mid_prefill or request.spec_token_ids:
             break
-        if not 0 < start % block_size < last and not kv.extend(request, 1):
-            break
+        offset = start % block_size
+        if offset == 0 and start == len(request.block_ids) * block_size:
+            if len(entering) == num_free:
+                break
+            entering.append(request)
+        if offset == last:
+            filling.append(request)
         request.num_computed_tokens = start + 1
         starts.append(start)
+    kv.take_one_each(entering)
+    for request in filling:
+        kv.hash_blocks(request, request.num_computed_tokens)
     del requests[len(starts) :]
     return Rows(requests, starts, [1] * len(starts))
 
