@@ -15,7 +15,7 @@ from engine.kernels.kv_format import KVFormat
 PACKED_ROWS = 64
 """Up to so many rows oneDNN multiplies faster with a weight that it reordered ahead (1.5x at 1-16 rows)."""
 
-GATHER_BYTES = 32 << 20
+GATHER_BYTES = 4 << 20
 """Decoding sequences are attended together in groups whose gathered keys and values stay below this."""
 
 QUERY_CHUNK = 256
@@ -77,7 +77,7 @@ class Paged:
         found = self.stored.index_select(0, flat)
         if self.format.storage is not None:
             scales = None if self.scales is None else self.scales.index_select(0, flat)
-            found = self.format.dequantize(found.view(self.format.storage), scales, dtype)
+            found = self.format.dequantize(found, scales, dtype)
         return found.unflatten(0, tables.shape).transpose(1, 2).flatten(2, 3)
 
 
