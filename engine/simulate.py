@@ -196,21 +196,21 @@ class SimulatedRunner:
 
 
 @dataclass(frozen=True)
-class SimulatedRequest:
+class TimedRequest:
     """One request of a workload. ``prompt_token_ids`` may be a range, which takes no memory."""
 
     request_id: str
     arrival: float
-    """Seconds on the virtual clock."""
+    """Seconds on the clock of the run."""
     prompt_token_ids: Sequence[int]
-    max_tokens: int
+    sampling: SamplingParams
     priority: int = 0
 
     def make(self) -> Request:
         return Request(
             request_id=self.request_id,
             prompt_token_ids=list(self.prompt_token_ids),
-            sampling=SamplingParams(max_tokens=self.max_tokens),
+            sampling=self.sampling,
             eos_token_ids=(EOS_TOKEN_ID,),
             priority=self.priority,
             arrival_time=self.arrival,
@@ -225,7 +225,7 @@ def own_prompt(place: int, length: int) -> range:
 
 @dataclass(slots=True)
 class Timeline:
-    """What a client would have stamped. Seconds on the virtual clock."""
+    """What a client would have stamped, in seconds on the clock of the run."""
 
     request: Request
     stamps: list[float] = field(default_factory=list)
@@ -258,7 +258,7 @@ class Timeline:
 def drive(
     core: EngineCore,
     clock: Clock,
-    requests: Iterable[SimulatedRequest],
+    requests: Iterable[TimedRequest],
     observe: Observer | None = None,
 ) -> list[Timeline]:
     """Run the requests until all have ended. Timelines in the order of ``requests``.

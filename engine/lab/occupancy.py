@@ -40,7 +40,7 @@ class Occupancy:
 
     @property
     def utilisation(self) -> float:
-        """Share of the computed token slots that were of use: no padding, nothing computed before or rejected."""
+        """Share of the computed token slots that were of use: no padding, nothing computed before."""
         return self.useful_slots / self.computed_slots if self.computed_slots else 0.0
 
     @property
