@@ -16,8 +16,17 @@ try:
     pytest.importorskip("triton", reason="triton is for Linux only")
     # The interpreter imports it at the first launch, when it would ask for the variable again.
     importlib.import_module("triton.experimental.gluon")
-    from engine.kernels.triton import activation, attention, norm, quantise, rope
+    from engine.kernels.triton import (
+        activation,
+        attention,
+        norm,
+        quantise,
+        random,
+        rejection,
+        rope,
+        sampling,
+    )
 finally:
     del os.environ["TRITON_INTERPRET"]
 
-__all__ = ["activation", "attention", "norm", "quantise", "rope"]
+__all__ = ["activation", "attention", "norm", "quantise", "random", "rejection", "rope", "sampling"]
