@@ -166,7 +166,7 @@ class Api:
             logger.warning(f"fields present in a request but ignored: {names}")
 
     def _check_model(self, name: str | None) -> None:
-        if name not in (None, self._model_name):
+        if name is not None and name not in self._config.served_names:
             message = f"The model `{name}` does not exist; this server has `{self._model_name}`."
             raise RequestError(message, "model", 404, "NotFoundError")
 
@@ -198,15 +198,17 @@ class Api:
     # ---------------------------------------------------------------- everything else
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        cards = [self._model_card(name) for name in self._config.served_names]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return JSONResponse(self._model_card())
+        name = request.path_params["name"]
+        self._check_model(name)
+        return JSONResponse(self._model_card(name))
 
-    def _model_card(self) -> dict[str, Any]:
+    def _model_card(self, name: str) -> dict[str, Any]:
         return {
-            "id": self._model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "vtune",

@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from engine.serve_arguments import ServeCommand, normalize
 from engine.serve_command import HELP as SERVE_HELP
-from engine.serve_command import normalize, serve
+from engine.serve_command import serve
 
 EXPLAIN_HELP = """Show what the scheduler decides, step by step, with no model.
 
@@ -83,5 +84,6 @@ def mount(app: typer.Typer) -> None:
     app.command(help=EXPLAIN_HELP)(explain)
     app.command(
         help=SERVE_HELP,
+        cls=ServeCommand,
         context_settings={"ignore_unknown_options": True, "token_normalize_func": normalize},
     )(serve)

@@ -203,7 +203,8 @@ class EngineConfig:
 
     model: str = "bundled"
     tokenizer: str | None = None
-    served_model_name: str | None = None
+    served_model_name: str | tuple[str, ...] | None = None
+    """What clients may call the model; the first name is the one in answers and metrics."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
@@ -241,9 +242,15 @@ class EngineConfig:
     """GiB of host memory for ``preemption_mode="swap"``, as in vLLM V0."""
 
     @property
+    def served_names(self) -> tuple[str, ...]:
+        """What clients may call the model."""
+        names = self.served_model_name or self.model
+        return (names,) if isinstance(names, str) else names
+
+    @property
     def served_name(self) -> str:
-        """What clients call the model."""
-        return self.served_model_name or self.model
+        """What the server calls the model."""
+        return self.served_names[0]
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -297,10 +304,9 @@ class EngineConfig:
                 raise ConfigError(flag, value, "is larger than any machine", "give a smaller number")
         if not 0 <= self.seed <= MAX_BYTES:
             raise ConfigError("seed", self.seed, f"must lie in [0, {MAX_BYTES}]", "e.g. 0")
-        if not _is_unicode(self.served_name):
-            raise ConfigError(
-                "served_model_name", ascii(self.served_name), "is not Unicode text", "give another name"
-            )
+        for name in self.served_names:
+            if not _is_unicode(name):
+                raise ConfigError("served_model_name", ascii(name), "is not Unicode text", "give another name")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 "gpu_memory_utilization", self.gpu_memory_utilization, "must lie in (0, 1]", "e.g. 0.92"

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from engine.config import ConfigError, EngineConfig, KVCacheDtype, SpeculativeConfig
+from engine.serve_arguments import normalize
 from engine.vllm_flags import VLLM_FLAGS
 
 HELP = """Serve a model over OpenAI's HTTP API, with vLLM's flags and vLLM's metrics.
@@ -31,6 +32,8 @@ Examples:
   vtune serve ./model --dtype float32 --no-enable-prefix-caching --scheduling-policy priority
 
   vtune serve bundled --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'
+
+  vtune serve bundled --served-model-name small default --speculative-config.method ngram
 """
 BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -93,7 +96,9 @@ def serve(
     ] = False,
     model: Annotated[str, _flag("The same as MODEL.")] = "bundled",
     tokenizer: Annotated[str | None, _flag("Where the tokenizer is, if not with the model.")] = None,
-    served_model_name: Annotated[str | None, _flag("The name clients use; MODEL by default.")] = None,
+    served_model_name: Annotated[
+        list[str] | None, _flag("Names clients may use, one or several; MODEL by default.", metavar="NAME...")
+    ] = None,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"], _flag("What to compute in; auto: as the checkpoint.")
     ] = "auto",
@@ -173,6 +178,7 @@ def serve(
     given = dict(context.params)
     try:
         given["model"] = _model(given.pop("arguments") or [], model)
+        given["served_model_name"] = tuple(served_model_name or ()) or None
         names = {field.name for field in fields(EngineConfig)}
         config = EngineConfig(**{name: value for name, value in given.items() if name in names})
         config.validate()
@@ -186,11 +192,6 @@ def serve(
     except KeyboardInterrupt:  # before the server has taken over the signals
         raise typer.Exit(130) from None
     raise typer.Exit(code)
-
-
-def normalize(token: str) -> str:
-    """vLLM takes --max_num_seqs for --max-num-seqs."""
-    return token.replace("_", "-")
 
 
 def _model(arguments: list[str], option: str) -> str:
