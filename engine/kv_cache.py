@@ -91,6 +91,23 @@ class KVCacheManager:
         self.pool.set_hashes(request.block_ids[new], self._hashes(request, full)[new])
         request.num_hashed_blocks = full
 
+    def hash_one_each(self, requests: Sequence[Request]) -> None:
+        """:meth:`hash_blocks` for requests whose last token fills the block after those that are hashed."""
+        if not self.enable_prefix_caching:
+            return
+        size, pack, sha256 = self.block_size, self._pack_block, hashlib.sha256
+        blocks: list[int] = []
+        new: list[bytes] = []
+        for request in requests:
+            place, hashes = request.num_hashed_blocks, request.block_hashes
+            if len(hashes) == place:  # else it had come so far before it was preempted
+                parent = hashes[-1] if hashes else self._root(request)
+                hashes.append(sha256(parent + pack(*request.token_ids[-size:])).digest())
+            blocks.append(request.block_ids[place])
+            new.append(hashes[place])
+            request.num_hashed_blocks = place + 1
+        self.pool.set_hashes(blocks, new)
+
     def free(self, request: Request) -> None:
         """Give all blocks back. Their content stays findable until they are reused."""
         self.pool.free(request.block_ids)
@@ -124,11 +141,16 @@ class KVCacheManager:
         hashes, size, tokens = request.block_hashes, self.block_size, request.token_ids
         if len(hashes) < count:
             sha256, pack = hashlib.sha256, self._pack_block
-            parent = hashes[-1] if hashes else sha256(request.cache_salt.encode()).digest()
+            parent = hashes[-1] if hashes else self._root(request)
             for start in range(len(hashes) * size, count * size, size):
                 parent = sha256(parent + pack(*tokens[start : start + size])).digest()
                 hashes.append(parent)
         return hashes if len(hashes) == count else hashes[:count]
+
+    @staticmethod
+    def _root(request: Request) -> bytes:
+        """The parent of the first block's hash."""
+        return hashlib.sha256(request.cache_salt.encode()).digest()
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,7 @@ def plan_decodes(running: list[Request], budget: int, kv: KVCacheManager) -> Row
         request.num_computed_tokens = start + 1
         starts.append(start)
     kv.take_one_each(entering)
-    for request in filling:
-        kv.hash_blocks(request, request.num_computed_tokens)
+    kv.hash_one_each(filling)
     del requests[len(starts) :]
     return Rows(requests, starts, [1] * len(starts))
 
