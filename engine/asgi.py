@@ -27,6 +27,8 @@ KEYED_PATHS = ("/v1", "/reset_prefix_cache")
 """What needs a key where keys are set. vLLM has the second in its development mode only, without."""
 MAX_DRAIN = 1 << 30
 """How much of an oversized body is read, and dropped, so that its sender gets to read the answer."""
+BODY_SECONDS = 120
+"""How long a client may take to send a body, once its head is there."""
 CLIENT_GONE = 499
 """nginx's code for a client that hung up: nobody receives it, but the access log shows it."""
 
@@ -106,7 +108,19 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body, if it is at most :data:`MAX_BODY` bytes long. Raises RequestError (413)."""
+    """The body, if it is at most :data:`MAX_BODY` bytes long, and there in :data:`BODY_SECONDS`.
+
+    Raises RequestError (413, 408).
+    """
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            return await _read_body(request)
+    except TimeoutError:
+        message = f"the body was not there within {BODY_SECONDS} s"
+        raise RequestError(message, None, 408, "RequestTimeoutError") from None
+
+
+async def _read_body(request: Request) -> bytes:
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():

@@ -19,7 +19,6 @@ from importlib.metadata import version
 from typing import Any
 
 import uvicorn
-import uvicorn.protocols.http.auto
 import uvloop
 
 from engine.api import Api
@@ -29,6 +28,7 @@ from engine.log import StatLogger
 from engine.metrics import PrometheusMetrics
 from engine.model_config import ModelConfig, load_model_config
 from engine.process import EngineDeadError, EngineInfo, EngineProcess
+from engine.punctual import PunctualProtocol
 from engine.server import ModelPaths, ServerOptions, cannot_listen
 from engine.tokenizer import Tokenizer
 
@@ -113,6 +113,7 @@ class _HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 build_app(api.routes(), options.api_keys),
+                http=PunctualProtocol,
                 lifespan="off",
                 log_config=_log_config(),
                 access_log=options.access_log,
