@@ -152,6 +152,7 @@ class Decoder:
         # In the computed type, as the model was trained: Gemma's sqrt(1152) is 34 in bfloat16.
         self._embedding_scale = torch.tensor(config.embedding_scale, dtype=embedding.dtype).item()
         self._activate = kernels.silu_mul if config.activation == "silu" else kernels.gelu_mul
+        self.fused = kernels.fuse(layers, config.rms_norm_eps) if config.activation == "silu" else None
 
     @property
     def weights_bytes(self) -> int:
@@ -175,6 +176,9 @@ class Decoder:
         qkv, attended = workspace.qkv[:tokens], workspace.attended[:tokens]
         gate_up, activated = workspace.gate_up[:tokens], workspace.activated[:tokens]
         step = kernels.begin(batch)
+        if self.fused is not None:
+            self.fused(step, caches, workspace)
+            return hidden
         for layer, cache in zip(self.layers, caches, strict=True):
             if layer.input_norm is None:
                 kernels.linear(hidden, layer.qkv, qkv)

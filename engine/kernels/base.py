@@ -187,12 +187,12 @@ class Kernels(ABC):
         """
 
     def fuse(self, layers: Sequence[Any], eps: float) -> FusedLayers | None:
-        """The decoder layers (of model.py, with SiLU) as one operation that gives what theirs one by one give;
+        """The decoder layers (of model.py, with SiLU) as one operation, with the results of theirs one by one;
         None where the device has none for them."""
         return None
 
     def argmax(self, logits: torch.Tensor) -> list[int]:
-        """The place of the largest number in each row of ``logits`` [R, vocab], fp32, the first of several."""
+        """The place of the largest number, the first of several, in each row of ``logits`` [R, vocab]."""
         tokens: list[int] = logits.argmax(-1).tolist()
         return tokens
 

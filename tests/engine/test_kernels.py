@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine.kernels import make_kernels, native
+from engine.kernels import make_kernels, native, native_library
 from engine.kernels.base import AttentionShape, Batch, Kernels
 from engine.kernels.cpu import TorchKernels
-from engine.kernels.native import NativeKernels, NativeUnavailable, load_library
+from engine.kernels.native import NativeKernels, NativeUnavailable
+from engine.kernels.native_library import load_library
 from engine.model import rope_tables
 from engine.rope import RopeConfig
 
@@ -164,7 +165,7 @@ def test_other_shapes_use_the_torch_path(shape: AttentionShape, reason: str) -> 
     with pytest.raises(NativeUnavailable, match=reason):
         native.supports(shape, torch.float32)
     tables = torch.ones(4, shape.head_dim // 2)
-    assert isinstance(make_kernels(shape, torch.float32, tables, tables), TorchKernels)
+    assert not isinstance(make_kernels(shape, torch.float32, tables, tables), NativeKernels)
 
 
 def test_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +178,7 @@ def test_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def fresh_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """``load_library`` without what it found before, in an empty cache."""
     monkeypatch.setenv("VTUNE_CACHE", str(tmp_path))
-    if not {"avx512f", "avx512bw"} <= set(native._cpu_features()):
+    if not {"avx512f", "avx512bw"} <= set(native_library.cpu_features()):
         pytest.skip("this CPU lacks AVX-512")
     return load_library.__wrapped__
 
