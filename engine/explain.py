@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.core import Scheduler, make_scheduler
 from engine.explain_input import MAX_STEPS, Arrival, ExplainError, Setup
+from engine.lab.two_track import TwoTrackScheduler
 from engine.request import Request, SamplingParams
-from engine.scheduler import UnifiedScheduler
 from engine.step import AdmissionStop, OneEach, ScheduledRequest, StepOutput, StepPlan, StepResult
 
 
@@ -58,12 +59,16 @@ class ExplainedStep:
         if speculative:
             row["drafts"] = {s.request_id: s.num_drafts for s in self.shares if s.num_drafts}
             row["emitted"] = dict(self.emitted)
+        if plan.padding:
+            row["padding"] = sum(plan.padding)
+        if plan.swap_out or plan.swap_in:
+            row["swapped_blocks"] = {"out": len(plan.swap_out), "in": len(plan.swap_in)}
         return row
 
 
 def explain(setup: Setup, arrivals: Sequence[Arrival]) -> Iterator[ExplainedStep]:
     """Run until every request is finished. Raises ExplainError once nothing can ever happen again."""
-    scheduler = UnifiedScheduler(setup.engine, setup.num_gpu_blocks)
+    scheduler = make_scheduler(setup.engine, setup.num_gpu_blocks, setup.num_host_blocks)
     places = {arrival.request_id: place for place, arrival in enumerate(arrivals)}
     coming: dict[int, list[Request]] = {}
     for place, arrival in enumerate(arrivals):
@@ -83,7 +88,7 @@ def explain(setup: Setup, arrivals: Sequence[Arrival]) -> Iterator[ExplainedStep
 
 
 def _one_step(
-    index: int, scheduler: UnifiedScheduler, places: Mapping[str, int], num_speculative_tokens: int
+    index: int, scheduler: Scheduler, places: Mapping[str, int], num_speculative_tokens: int
 ) -> ExplainedStep:
     plan = scheduler.schedule()
     shares = tuple(_share(item) for item in plan.scheduled)
@@ -144,15 +149,16 @@ def _share(item: ScheduledRequest) -> Share:
     )
 
 
-def _stuck(step: ExplainedStep, scheduler: UnifiedScheduler) -> str:
+def _stuck(step: ExplainedStep, scheduler: Scheduler) -> str:
     """Why an empty step will be followed by empty steps only."""
-    head, reason = scheduler.waiting.peek(), step.plan.admission_stop
+    swapped = scheduler.swapped if isinstance(scheduler, TwoTrackScheduler) else ()
+    head, reason = swapped[0] if swapped else scheduler.waiting.peek(), step.plan.admission_stop
     assert reason is not None
     message = (
         f"step {step.index}: nothing can ever be scheduled again. Request {head.request_id!r} waits "
         f"with {head.num_tokens} tokens, because {reason.value}"
     )
-    if reason is AdmissionStop.BLOCKS:
+    if reason in (AdmissionStop.BLOCKS, AdmissionStop.SWAPPED):
         needed = -(-head.num_tokens // scheduler.kv.block_size)
         message += f" ({needed} needed, {step.plan.free_blocks} free): raise num_gpu_blocks"
     elif reason is AdmissionStop.PADDING:
