@@ -2,9 +2,9 @@
 
     .venv/bin/python -m benchmarks.phases [--quick] [--real] [--times bundled|h100|FILE] [--save-times FILE]
 
-Simulated by default: the real schedulers on a virtual clock, with step times that are measured on the bundled
-engine first (10 s), those of a file, or a roofline estimate of an 8B model on an H100. ``--real`` computes the
-same workloads, shortened, with the bundled model.
+Simulated by default: the real schedulers on a virtual clock, with step times that are measured on the
+bundled engine first (10 s), those of a file, or a roofline estimate of an 8B model on an H100. ``--real``
+computes the same workloads, shortened, with the bundled model.
 
 utilisation  share of the computed token slots that were of use: neither padding nor computed before
 bubbles      share of the sequence slots that somebody wanted, over time, in which nobody was served
@@ -237,8 +237,8 @@ def picture(phase: str, lengths: dict[str, int]) -> None:
 def table(title: str, rows: Iterator[Row]) -> None:
     print(f"\n{title}")
     print(
-        f"{'':<22}{'utilisation':>12}{'bubbles':>9}{'TTFT P50':>10}{'P99':>9}{'ITL P50':>9}{'P99':>9}{'stall':>9}"
-        f"{'tok/s':>9}{'preempted':>11}   ms"
+        f"{'':<22}{'utilisation':>12}{'bubbles':>9}{'TTFT P50':>10}{'P99':>9}{'ITL P50':>9}{'P99':>9}"
+        f"{'stall':>9}{'tok/s':>9}{'preempted':>11}   ms"
     )
     for row in rows:
         times = "".join(
