@@ -23,7 +23,7 @@ from engine.model_config import ModelConfig, load_model_config
 from engine.model_error import ModelError
 from engine.request import Request
 from engine.sampler import Drawn, Sampler, SampleRow
-from engine.spec.make import make_proposer
+from engine.spec.make import ProposerFactory, make_proposer
 from engine.spec.proposer import TargetStep
 from engine.spec.rejection import accept
 from engine.step import PLACEHOLDER_TOKEN_ID, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
@@ -45,8 +45,9 @@ class _Verify:
 class ModelRunner:
     """Holds weights, paged KV and sampler. Between steps it keeps nothing of a request but its KV blocks."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Load the weights. Raises ModelError, FetchError or ConfigError."""
+    def __init__(self, config: EngineConfig, make_proposer: ProposerFactory = make_proposer) -> None:
+        """Load the weights. ``make_proposer`` may put another in the place of the config's proposer, for
+        experiments. Raises ModelError, FetchError or ConfigError."""
         path = resolve_model(config.model)
         self.model_config = load_model_config(path, config.load_format)
         self.config = config.resolved(self.model_config.max_position_embeddings)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from engine.config import EngineConfig
 from engine.model import Decoder
 from engine.spec.draft_model import DraftModelProposer
@@ -9,6 +11,8 @@ from engine.spec.eagle import EagleProposer
 from engine.spec.ngram import NgramProposer
 from engine.spec.proposer import Proposer
 from engine.spec.suffix import SuffixProposer
+
+ProposerFactory = Callable[[EngineConfig, Decoder], Proposer | None]
 
 
 def make_proposer(config: EngineConfig, target: Decoder) -> Proposer | None:
