@@ -39,8 +39,10 @@ def plan_decodes(running: list[Request], budget: int, kv: KVCacheManager) -> Row
             filling.append(request)
         request.num_computed_tokens = start + 1
         starts.append(start)
-    kv.take_one_each(entering)
-    kv.hash_one_each(filling)
+    if entering:
+        kv.take_one_each(entering)
+    if filling:
+        kv.hash_one_each(filling)
     del requests[len(starts) :]
     return Rows(requests, starts, [1] * len(starts))
 
