@@ -148,7 +148,10 @@ def _error(message: str, kind: str, param: str | None, status: int) -> Response:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return _error(error.message, error.kind, error.param, error.status)
+    response = _error(error.message, error.kind, error.param, error.status)
+    if error.status == 408:  # the rest of the body is not waited for
+        response.headers["connection"] = "close"
+    return response
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
