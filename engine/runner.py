@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +43,16 @@ class _Verify:
     start: int
 
 
+class _Inputs(NamedTuple):
+    """Who is computed, the step's token ids, and where each of them stands."""
+
+    scheduled: Sequence[ScheduledRequest]
+    token_ids: torch.Tensor
+    batch: Batch
+    tables: list[list[int]]
+    """Of the plan's requests, with the room that is left for drafts."""
+
+
 class ModelRunner:
     """Holds weights, paged KV and sampler. Between steps it keeps nothing of a request but its KV blocks."""
 
@@ -59,7 +70,7 @@ class ModelRunner:
             self.model_config, config.block_size, kv_format(config.kv_cache_dtype, self.dtype)
         )
         cos, sin = layer_rope_tables(self.model_config, self._max_model_len)
-        self._kernels = make_kernels(shape, self.dtype, cos, sin)
+        self._kernels = make_kernels(shape, self.dtype, cos, sin, config.quantization is not None)
         checkpoint = open_checkpoint(path, config.load_format, config.seed)
         try:
             self._decoder = load_decoder(self.model_config, self._kernels, checkpoint.tensors())
@@ -75,7 +86,8 @@ class ModelRunner:
         )
         self._caches: list[Any] = []
         self._host: HostBlocks | None = None
-        self._sampler = Sampler(config.seed)
+        self._sampler = Sampler(config.seed, self._kernels.argmax)
+        self._thread = ThreadPoolExecutor(1, "runner")  # started by its first step
         self._proposer = make_proposer(self.config, self._decoder)
         self._max_drafting = _max_drafting(config)
         if self._proposer is not None:
@@ -129,17 +141,21 @@ class ModelRunner:
             raise ConfigError("swap_space", self.config.swap_space, rule, "lower --swap-space")
         self._host = HostBlocks(self._caches, num_blocks)
 
-    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens into the KV cache, and choose the next ones of requests that emit."""
+        return self._compute(plan, self._inputs(plan))
+
+    def start(self, plan: StepPlan) -> Future[StepResult]:
+        """The same in a thread: the inputs are read before this returns, so that the scheduler can go on."""
+        return self._thread.submit(self._compute, plan, self._inputs(plan))
+
+    @torch.inference_mode()
+    def _compute(self, plan: StepPlan, inputs: _Inputs) -> StepResult:
+        scheduled, token_ids, batch, tables = inputs
         if self._host is not None:
             self._host.swap(plan.swap_out, plan.swap_in)
-        if not plan.scheduled:
+        if not scheduled:
             return StepResult({})
-        scheduled = plan.scheduled
-        if plan.padding:
-            scheduled = [*scheduled, *padding_sequences(plan, self.config.block_size)]
-        token_ids, batch = self._inputs(scheduled)
         hidden = self._decoder.forward(token_ids, batch, self._caches, self._workspace)
         rows, verify = _logit_rows(scheduled, batch)
         result = StepResult({})
@@ -148,11 +164,14 @@ class ModelRunner:
         if self._proposer is None:
             return result
         drafting = plan.num_running <= self._max_drafting
-        step = TargetStep(plan.scheduled, result.tokens, hidden, drafting)
+        step = TargetStep(plan.scheduled, tables, result.tokens, hidden, drafting)
         return replace(result, drafts=_in_form(self._proposer.propose(step), step))
 
-    def _inputs(self, scheduled: Sequence[ScheduledRequest]) -> tuple[torch.Tensor, Batch]:
-        """The step's token ids, and where each of them stands."""
+    def _inputs(self, plan: StepPlan) -> _Inputs:
+        """Everything of the plan's requests that the scheduler may change while the step is computed."""
+        scheduled = plan.scheduled
+        if plan.padding:
+            scheduled = [*scheduled, *padding_sequences(plan, self.config.block_size)]
         block_size = self.config.block_size
         tokens: list[int] = []
         blocks: list[list[int]] = []
@@ -170,7 +189,8 @@ class ModelRunner:
         positions = np.arange(len(tokens), dtype=np.int32) - query_start[sequence] + starts[sequence]
         slots = tables[table_start[sequence] + positions // block_size] * block_size + positions % block_size
         batch = Batch(positions, slots, query_start, starts + counts, tables, table_start)
-        return torch.tensor(tokens), batch
+        block_ids = [item.request.block_ids for item in plan.scheduled]
+        return _Inputs(scheduled, torch.tensor(tokens, dtype=torch.long), batch, block_ids)
 
     def _emit(self, logits: torch.Tensor, verify: Sequence[_Verify]) -> StepResult:
         rows = [row for item in verify for row in self._sample_rows(item)]

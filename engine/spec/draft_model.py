@@ -25,7 +25,7 @@ class _Seen:
     """How far the draft model's KV of a request goes."""
 
     request: Request
-    num_preemptions: int
+    table: list[int]
     count: int = 0
     """Positions ``[0, count)`` are computed."""
     ahead: list[int] = field(default_factory=list)
@@ -74,43 +74,43 @@ class DraftModelProposer(NetworkProposer):
         self._forget_finished()
         spans: list[Span] = []
         budget = self._budget if step.drafting else 0
-        for item in step.scheduled:
+        for item, table in zip(step.scheduled, step.tables, strict=True):
             emitted = step.tokens.get(item.request.request_id, [])
-            span = self._span(item, emitted, budget)
+            span = self._span(item, table, emitted, budget)
             budget -= len(span.tokens)
             if span.tokens:
                 spans.append(span)
         return spans
 
-    def _span(self, item: ScheduledRequest, emitted: list[int], budget: int) -> Span:
+    def _span(self, item: ScheduledRequest, table: list[int], emitted: list[int], budget: int) -> Span:
         """What one request lacks, up to ``budget`` tokens; blocks are booked as if it were computed already,
         since whoever shares them comes later in the same pass."""
-        request, seen = item.request, self._seen_of(item)
+        request, seen = item.request, self._seen_of(item, table)
         known = item.start + item.num_tokens - len(item.drafts) + len(emitted)
         tokens = [*request.token_ids[seen.count :], *emitted][: known - seen.count]
         hits = 0
         while hits < min(len(seen.ahead), len(tokens)) and seen.ahead[hits] == tokens[hits]:
             hits += 1
         first, tokens = seen.count + hits, tokens[hits:]
-        count = max(min(len(tokens), budget, self._room(request, first)), 0)
+        count = max(min(len(tokens), budget, self._room(table, first)), 0)
         seen.count, seen.ahead = first + count, []
         full = seen.count // self._block_size
-        self._complete[request.block_ids[first // self._block_size : full]] = True
-        self._complete[request.block_ids[full:]] = False
+        self._complete[table[first // self._block_size : full]] = True
+        self._complete[table[full:]] = False
         drafts = 0
         if emitted and 0 < count == len(tokens):
             # The first draft needs no slot, and none goes beyond the context.
-            drafts = min(self._k, self._room(request, seen.count) + 1, self._max_positions - seen.count)
-        return Span(request, first, tokens[:count], drafts=max(drafts, 0))
+            drafts = min(self._k, self._room(table, seen.count) + 1, self._max_positions - seen.count)
+        return Span(request, table, first, tokens[:count], drafts=max(drafts, 0))
 
-    def _seen_of(self, item: ScheduledRequest) -> _Seen:
+    def _seen_of(self, item: ScheduledRequest, table: list[int]) -> _Seen:
         """Where the draft model stands with a request; anew after an admission, from the blocks it shares."""
         request = item.request
         seen = self._seen.get(request.request_id)
-        if seen is None or seen.request is not request or seen.num_preemptions != request.num_preemptions:
-            shared = self._complete[request.block_ids[: item.start // self._block_size]]
+        if seen is None or seen.table is not table:
+            shared = self._complete[table[: item.start // self._block_size]]
             complete = len(shared) if shared.all() else int(shared.argmin())
-            seen = _Seen(request, request.num_preemptions, complete * self._block_size)
+            seen = _Seen(request, table, complete * self._block_size)
             self._seen[request.request_id] = seen
         return seen
 

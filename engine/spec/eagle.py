@@ -66,7 +66,7 @@ class EagleProposer(NetworkProposer):
     def _spans(self, step: TargetStep) -> list[Span]:
         spans = []
         row = 0
-        for item in step.scheduled:
+        for item, table in zip(step.scheduled, step.tables, strict=True):
             emitted = step.tokens.get(item.request.request_id, [])
             own = item.num_tokens - len(item.drafts)
             computed = own + max(
@@ -77,9 +77,9 @@ class EagleProposer(NetworkProposer):
             drafts = 0
             if emitted and step.drafting:
                 end = item.start + computed
-                room = self._room(item.request, end)
+                room = self._room(table, end)
                 drafts = max(min(self._k, room + 1, self._max_positions - end - 1), 0)
-            spans.append(Span(item.request, item.start, tokens, row, drafts))
+            spans.append(Span(item.request, table, item.start, tokens, row, drafts))
             row += item.num_tokens
         return spans
 

@@ -27,6 +27,7 @@ class Span:
     """Tokens of one request that a pass computes, at positions from ``first`` on."""
 
     request: Request
+    table: list[int]
     first: int
     tokens: Sequence[int]
     row: int = 0
@@ -39,7 +40,7 @@ class Span:
         return self.first + len(self.tokens)
 
     def part(self, start: int, stop: int) -> Span:
-        return Span(self.request, self.first + start, self.tokens[start:stop], self.row + start)
+        return Span(self.request, self.table, self.first + start, self.tokens[start:stop], self.row + start)
 
 
 class NetworkProposer(Proposer):
@@ -117,9 +118,9 @@ class NetworkProposer(Proposer):
     def _drafted(self, drafts: dict[str, list[int]]) -> None:
         """Told of what was proposed; the KV of all drafts but the last is computed."""
 
-    def _room(self, request: Request, position: int) -> int:
+    def _room(self, table: list[int], position: int) -> int:
         """How many tokens fit behind ``position``, its own included, into blocks and context."""
-        return min(len(request.block_ids) * self._block_size, self._max_positions) - position
+        return min(len(table) * self._block_size, self._max_positions) - position
 
     def _compute(self, spans: Sequence[Span], target_hidden: torch.Tensor) -> torch.Tensor:
         """Write the KV of all spans; the residual stream of each one's last token, [spans, hidden]."""
@@ -129,7 +130,7 @@ class NetworkProposer(Proposer):
             rows = np.concatenate([np.arange(part.row, part.row + len(part.tokens)) for part in parts])
             tokens = torch.tensor([token for part in parts for token in part.tokens])
             batch = make_batch(
-                [part.request.block_ids for part in parts],
+                [part.table for part in parts],
                 np.array([part.first for part in parts], dtype=np.int32),
                 np.array([len(part.tokens) for part in parts], dtype=np.int32),
                 self._block_size,
@@ -172,7 +173,7 @@ class NetworkProposer(Proposer):
             if place:
                 spans, tokens = [spans[index] for index in wanted], [tokens[index] for index in wanted]
                 last, positions = last[wanted], positions[wanted]
-                tables = [span.request.block_ids for span in spans]
+                tables = [span.table for span in spans]
                 batch = make_batch(tables, positions, np.ones(len(spans), dtype=np.int32), self._block_size)
                 last = self._forward(torch.tensor(tokens), last, batch).clone()
                 positions = positions + 1

@@ -17,6 +17,9 @@ class TargetStep:
     """What the target model has just computed, before the scheduler has booked it."""
 
     scheduled: Sequence[ScheduledRequest]
+    tables: Sequence[list[int]]
+    """The block table of each, as it was when the step began; to be read only. The request itself may have
+    been preempted since, while the step was computed. Another admission means another list."""
     tokens: Mapping[str, list[int]]
     """What each request emitted; requests that are mid-prefill are absent."""
     hidden: torch.Tensor
