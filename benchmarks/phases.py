@@ -203,7 +203,11 @@ def picture(phase: str, lengths: dict[str, int]) -> None:
     size = ModelSize(weights_bytes=0, kv_bytes_per_token=1, max_model_len=64)
     runner = SimulatedRunner(size, StepTimes(launch=1.0), clock, output_lengths=ends)
     config = EngineConfig(
-        scheduler=phase, max_num_seqs=4, max_num_batched_tokens=64, enable_prefix_caching=False
+        scheduler=phase,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        enable_prefix_caching=False,
+        num_gpu_blocks_override=32,
     )
     cells: dict[str, list[str]] = {name: [] for name in lengths}
 
