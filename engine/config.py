@@ -208,6 +208,10 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
+    quantization: Literal["int8_per_channel"] | None = None
+    """Linear layers, the head included, in int8: weights per output channel, quantised as they are loaded,
+    activations per token. vLLM has it only for checkpoints quantised ahead (compressed-tensors); its names for
+    what it quantises while loading are fp8_per_channel, of the same recipe, and the like."""
     """What keys and values are stored in; "auto": what the model computes in. "fp8" is "fp8_e4m3"; the plain fp8
     types have no scales (vLLM's scale of 1), those per token and head one scale of each token's key and value."""
     seed: int = 0
@@ -255,6 +259,12 @@ class EngineConfig:
     @property
     def num_speculative_tokens(self) -> int:
         return self.speculative_config.num_speculative_tokens if self.speculative_config else 0
+
+    @property
+    def max_drafting(self) -> int:
+        """How many requests may run for drafts to be proposed and verified."""
+        limit = self.speculative_config.disable_by_batch_size if self.speculative_config else None
+        return MAX_COUNT if limit is None else limit
 
     @property
     def step_tokens(self) -> int:
@@ -318,6 +328,10 @@ class EngineConfig:
                 "must not be negative",
                 "0 turns it off",
             )
+        if self.quantization not in (None, "int8_per_channel"):
+            raise ConfigError(
+                "quantization", self.quantization, "must be int8_per_channel", "choose it, or drop the flag"
+            )
         if self.kv_cache_dtype not in get_args(KVCacheDtype):
             raise ConfigError(
                 "kv_cache_dtype",
@@ -340,6 +354,7 @@ class EngineConfig:
         self._validate_scheduler()
         self._validate_step_tokens()
         self._validate_partial_prefills()
+        self._validate_async_scheduling()
         if length is not None and tokens > seqs * length:
             warnings.warn(
                 f"max_num_batched_tokens ({tokens}) exceeds max_num_seqs * max_model_len ({seqs * length}): "
@@ -380,6 +395,13 @@ class EngineConfig:
                 "nothing is ever admitted",
                 f"raise it to {least} or lower num_speculative_tokens",
             )
+
+    def _validate_async_scheduling(self) -> None:
+        speculative = self.speculative_config
+        if self.async_scheduling and speculative is not None and speculative.uses_model:
+            rule = f"method {speculative.method} reads block tables, which the plan of the next step changes"
+            fix = "use method ngram or suffix, or drop --async-scheduling"
+            raise ConfigError("async_scheduling", True, rule, fix)
 
     def _validate_partial_prefills(self) -> None:
         flag, most, most_long = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from engine.config import GIB, EngineConfig
 from engine.kv_cache import KVCacheManager, MemoryPlan, plan_memory
@@ -43,6 +43,33 @@ class Runner(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Copy the blocks that the plan swaps, then compute the step."""
+
+
+class Pending(Protocol):
+    """A step that a runner has begun."""
+
+    def result(self) -> StepResult:
+        """Wait for its end."""
+
+
+@runtime_checkable
+class AsyncRunner(Runner, Protocol):
+    """A runner that computes while the scheduler plans, as ``--async-scheduling`` needs it."""
+
+    def start(self, plan: StepPlan) -> Pending:
+        """Begin a step and return at once. The step before it has ended, and is booked: what the plan says of
+        tokens, drafts and starts is exact. From here on the scheduler may change block tables, counts and
+        statuses of the plan's requests, so these have been read; until :meth:`Pending.result` it changes
+        nobody's tokens."""
+
+
+class _InFlight(NamedTuple):
+    """A step that is being computed."""
+
+    started_at: float
+    """When its planning began."""
+    plan: StepPlan
+    pending: Pending
 
 
 class Scheduler(Protocol):
@@ -139,6 +166,7 @@ class EngineCore:
         self.metrics = StepObserver(self.scheduler, clock)
         self.stats = StepStats()
         """What the last step, or the last abort, adds to the metrics."""
+        self._in_flight: _InFlight | None = None
 
     def _num_host_blocks(self) -> int:
         """Blocks of the swap space; 0 where nobody swaps."""
@@ -148,7 +176,7 @@ class EngineCore:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished
+        return self.scheduler.has_unfinished or self._in_flight is not None
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises ValueError as the scheduler does."""
@@ -172,19 +200,43 @@ class EngineCore:
         return self.scheduler.reset_prefix_cache()
 
     def step(self) -> tuple[StepPlan, StepOutput]:
-        """Plan, compute, book, observe."""
-        started_at = self.clock()
-        plan = self.scheduler.schedule()
-        result = self.runner.execute(plan)
+        """Plan, compute, book, observe. With async scheduling, what is booked here was planned in the call
+        before, and computes while the next step is planned."""
+        if self.config.async_scheduling:
+            started_at, plan, output = self._step_ahead()
+        else:
+            started_at = self.clock()
+            plan = self.scheduler.schedule()
+            result = self.runner.execute(plan)
+            output = self._update(plan, result)
+        self.stats = self.metrics.observe(plan, output, started_at)
+        if not plan.scheduled and plan.admission_stop is AdmissionStop.GATE:
+            time.sleep(GATE_SECONDS)
+        return plan, output
+
+    def _step_ahead(self) -> tuple[float, StepPlan, StepOutput]:
+        scheduler, runner = self.scheduler, self.runner
+        assert isinstance(scheduler, UnifiedScheduler)
+        assert isinstance(runner, AsyncRunner), "this runner cannot compute while the scheduler plans"
+        if self._in_flight is None:
+            started_at, plan = self.clock(), scheduler.schedule()
+            self._in_flight = _InFlight(started_at, plan, runner.start(plan))
+        started_at, plan, pending = self._in_flight
+        next_started_at, upcoming = self.clock(), scheduler.schedule()
+        output = self._update(plan, pending.result())
+        upcoming = scheduler.settle(upcoming)
+        self._in_flight = None
+        if upcoming.scheduled or upcoming.failed or scheduler.has_unfinished:
+            self._in_flight = _InFlight(next_started_at, upcoming, runner.start(upcoming))
+        return started_at, plan, output
+
+    def _update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         stuck = self._abort_stuck()
         output = self.scheduler.update(plan, result)
         if stuck:
             refused = map(RequestOutput.refused, stuck)
             output = replace(output, outputs=(*output.outputs, *refused), finished=(*output.finished, *stuck))
-        self.stats = self.metrics.observe(plan, output, started_at)
-        if not plan.scheduled and plan.admission_stop is AdmissionStop.GATE:
-            time.sleep(GATE_SECONDS)
-        return plan, output
+        return output
 
     def _abort_stuck(self) -> list[Request]:
         """End requests whose output can no longer have its form, before what this step chose is booked."""

@@ -113,6 +113,8 @@ class Request:
     token_ids: list[int] = field(default_factory=list)
     spec_token_ids: list[int] = field(default_factory=list)
     """Drafts proposed after the last step, to be verified in the next one."""
+    num_placeholders: int = 0
+    """With async scheduling: tokens, drafts included, of which a step in flight decides what they are."""
     block_ids: list[int] = field(default_factory=list)
     """The block table: physical block of each ``block_size`` tokens. Owned by the KVCacheManager."""
     block_hashes: list[bytes] = field(default_factory=list)

@@ -16,8 +16,8 @@ import torch
 from engine.config import GIB, MAX_COUNT, ConfigError, EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
-from engine.kernels.kv_format import kv_format
 from engine.kernels.host import HostBlocks
+from engine.kernels.kv_format import kv_format
 from engine.lab.padding import padding_sequences
 from engine.model import TensorError, Workspace, attention_shape, layer_rope_tables, load_decoder
 from engine.model_config import ModelConfig, load_model_config

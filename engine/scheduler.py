@@ -8,7 +8,7 @@ Requests that run are served first, in order; what is left of the budget admits 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.budget import PartialPrefills, StepBudget
 from engine.config import EngineConfig
@@ -85,6 +85,7 @@ class UnifiedScheduler:
         """False leaves all to the rule loop, which decides the same and takes longer."""
         speculative = config.speculative_config
         self._drops_last_hit = speculative is not None and speculative.method == "eagle"
+        self._max_drafting = config.max_drafting
 
     @property
     def has_unfinished(self) -> bool:
@@ -151,6 +152,9 @@ class UnifiedScheduler:
             threshold=self.config.prefill_threshold if alive > 1 else 0,
             partial=PartialPrefills(),
         )
+        if len(self.running) > self._max_drafting:
+            for request in self.running:
+                request.spec_token_ids = []
         self._schedule_running(step)
         stop = AdmissionStop.PREEMPTION if step.preempted else self._schedule_waiting(step)
         for request in reversed(step.aside):
@@ -160,7 +164,7 @@ class UnifiedScheduler:
             scheduled=step.scheduled,
             token_budget=self.config.step_tokens,
             admitted_with_computed=step.admitted,
-            preempted=tuple(request.request_id for request in step.preempted),
+            preempted=tuple([request.request_id for request in step.preempted]),
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             free_blocks=self.kv.pool.num_free,
@@ -173,7 +177,7 @@ class UnifiedScheduler:
     def _schedule_running(self, step: _Step) -> None:
         """Serve the running requests in order while budget remains, preempting for blocks."""
         if self.steady_path:
-            step.scheduled = plan_decodes(self.running, step.budget.tokens, self.kv)
+            step.scheduled = plan_decodes(self.running, step.budget.left, self.kv)
             step.budget.take(len(step.scheduled), len(step.scheduled))
         index = len(step.scheduled)
         while index < len(self.running) and step.budget.left > 0:
@@ -186,13 +190,14 @@ class UnifiedScheduler:
             if request.status is RequestStatus.RUNNING:
                 step.any_mid_prefill |= request.mid_prefill
                 self._take(request, num_tokens, request.spec_token_ids, step)
-                request.spec_token_ids = []
                 index += 1
         step.any_running = bool(step.scheduled)
 
     def _tokens_for_running(self, request: Request, step: _Step) -> int:
-        computed = request.num_computed_tokens
-        lacks = request.num_tokens + len(request.spec_token_ids) - computed
+        computed, unknown = request.num_computed_tokens, request.num_placeholders
+        if unknown and computed + 2 - unknown >= request.num_prompt_tokens + request.sampling.max_tokens:
+            return 0  # what is in flight brings its last token, whatever becomes of the drafts
+        lacks = request.num_tokens + unknown + len(request.spec_token_ids) - computed
         if 0 < step.threshold < lacks:
             lacks = step.threshold
         return min(lacks, step.budget.left, self.max_model_len - computed - 1)
@@ -237,6 +242,7 @@ class UnifiedScheduler:
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.spec_token_ids = []
+        request.num_placeholders = 0
         request.mid_prefill = False
         request.num_preemptions += 1
         self.stats.num_preemptions += 1
@@ -313,6 +319,7 @@ class UnifiedScheduler:
         width = 1 + self.config.num_speculative_tokens
         return (
             width > 1
+            and len(self.running) < self._max_drafting
             and request.num_tokens - computed == 1
             and not step.any_mid_prefill
             and (step.any_running or computed > 0)
@@ -334,12 +341,44 @@ class UnifiedScheduler:
     def _take(self, request: Request, num_tokens: int, drafts: list[int], step: _Step) -> None:
         """Put the request's next ``num_tokens`` into the plan. Drafts beyond them are discarded."""
         start = request.num_computed_tokens
-        beyond_own = start + num_tokens - request.num_tokens
+        beyond_own = start + num_tokens - request.num_tokens - request.num_placeholders
         request.num_computed_tokens = start + num_tokens
         request.mid_prefill = beyond_own < 0
         step.budget.take(num_tokens)
-        drafts = drafts[: max(beyond_own, 0)]
-        step.scheduled.append(request, start, num_tokens, tuple(drafts), beyond_own >= 0)
+        taken = tuple(drafts[: max(beyond_own, 0)])
+        step.scheduled.append(request, start, num_tokens, taken, beyond_own >= 0)
+        request.spec_token_ids = []
+        if self.config.async_scheduling and beyond_own >= 0:
+            request.num_placeholders += 1 + len(taken)
+            request.spec_token_ids = self._unknown_drafts()
+
+    def _unknown_drafts(self) -> list[int]:
+        """With async scheduling: room in the step after next for as many drafts as there may be."""
+        drafting = len(self.running) <= self._max_drafting
+        return [PLACEHOLDER_TOKEN_ID] * self.config.num_speculative_tokens if drafting else []
+
+    def settle(self, plan: StepPlan) -> StepPlan:
+        """``plan`` as it is now that the step before it is known. With async scheduling it was made while
+        that one computed, in the belief that nobody stops, and that all drafts would hold.
+
+        Who has stopped is left out. Everybody else starts where their drafts ceased to hold, and the drafts
+        proposed meanwhile take the places that were kept for them.
+        """
+        rows = Rows()
+        for request, _, num_tokens, drafts, emits in plan.scheduled:
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            if request.request_id not in plan.admitted_with_computed and emits:
+                if PLACEHOLDER_TOKEN_ID in drafts:
+                    proposed = tuple(request.spec_token_ids[: len(drafts)])
+                    spare = len(drafts) - len(proposed)
+                    request.num_computed_tokens -= spare
+                    request.num_placeholders -= spare
+                    num_tokens, drafts = num_tokens - spare, proposed
+                request.spec_token_ids = self._unknown_drafts()
+            start = request.num_computed_tokens - num_tokens
+            rows.append(request, start, num_tokens, drafts, emits)
+        return replace(plan, scheduled=rows)
 
     # ------------------------------------------------------------------ update
 
@@ -402,7 +441,9 @@ class UnifiedScheduler:
         rejected = num_drafts - (len(emitted) - 1)
         dropped = len(emitted) - kept
         request.num_computed_tokens -= rejected + dropped
-        self.kv.hash_blocks(request, request.num_computed_tokens)
+        if self.config.async_scheduling:
+            request.num_placeholders -= 1 + num_drafts
+        self.kv.hash_blocks(request, request.num_computed_tokens - request.num_placeholders)
         return RequestOutput(request.request_id, tuple(emitted[:kept]), finish, reason)
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
