@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,9 +90,13 @@ class Workspace:
     """Every activation of a step, allocated once for the largest step. T tokens, R rows that need logits."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, max_tokens: int, max_rows: int, allocate: bool = True
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        max_tokens: int,
+        max_rows: int,
+        device: torch.device | None = None,
     ) -> None:
-        device = "cpu" if allocate else "meta"
         query = config.num_heads * config.head_dim
         qkv = query + 2 * config.num_kv_heads * config.head_dim
 
@@ -171,14 +176,19 @@ class Decoder:
 
     def layers_forward(self, batch: Batch, caches: list[Any], workspace: Workspace) -> torch.Tensor:
         """``forward`` from what the workspace's residual stream holds already, whatever it was made of."""
-        tokens, kernels, eps = batch.num_tokens, self.kernels, self.config.rms_norm_eps
+        step = self.kernels.begin(batch)
+        if self.fused is not None:
+            self.fused(step, caches, workspace)
+        else:
+            self.kernels.run(step, batch.num_tokens, partial(self._compute, step, caches, workspace))
+        return workspace.hidden[: batch.num_tokens]
+
+    def _compute(self, step: Any, caches: list[Any], workspace: Workspace, tokens: int) -> None:
+        """The layers, one operation after another."""
+        kernels, eps = self.kernels, self.config.rms_norm_eps
         hidden, normed = workspace.hidden[:tokens], workspace.normed[:tokens]
         qkv, attended = workspace.qkv[:tokens], workspace.attended[:tokens]
         gate_up, activated = workspace.gate_up[:tokens], workspace.activated[:tokens]
-        step = kernels.begin(batch)
-        if self.fused is not None:
-            self.fused(step, caches, workspace)
-            return hidden
         for layer, cache in zip(self.layers, caches, strict=True):
             if layer.input_norm is None:
                 kernels.linear(hidden, layer.qkv, qkv)
@@ -195,7 +205,6 @@ class Decoder:
             kernels.linear(normed, layer.gate_up, gate_up)
             self._activate(gate_up, activated)
             self._add(activated, layer.down, mlp_norm, hidden, normed)
-        return hidden
 
     def _add(
         self,
@@ -255,7 +264,7 @@ def load_decoder(
         if tensor.dtype not in WEIGHT_TYPES:
             kind = str(tensor.dtype).removeprefix("torch.")
             raise TensorError(f"tensor {name} is {kind}: quantised safetensors are not supported")
-        pending[name] = tensor.to(kernels.dtype)
+        pending[name] = tensor.to(kernels.device, kernels.dtype)
     missing = sorted(set(shapes) - set(pending))
     if missing:
         raise TensorError(f"the checkpoint lacks {len(missing)} tensors, first {missing[0]}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -116,6 +116,12 @@ class Kernels(ABC):
 
     shape: AttentionShape
     dtype: torch.dtype
+    device: torch.device = torch.device("cpu")
+    """Where weights, caches and activations are."""
+
+    def upload(self, numbers: Sequence[int] | Int32) -> torch.Tensor:
+        """Whole numbers of a step, such as token ids, as a tensor on the device; not waited for."""
+        return torch.from_numpy(np.asarray(numbers, dtype=np.int32))
 
     @abstractmethod
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
@@ -186,8 +192,14 @@ class Kernels(ABC):
         A query at position p sees keys from ``p - window + 1`` on, window being that of the cache's kind.
         """
 
+    def run(self, step: Any, tokens: int, layers: Callable[[int], None]) -> None:
+        """Compute the layers of a step of ``tokens`` tokens: ``layers(tokens)``, which works on the first so
+        many rows of the workspace. A device may record what it launches, for more rows if it likes, and
+        launch the same again in later steps."""
+        layers(tokens)
+
     def fuse(self, layers: Sequence[Any], eps: float) -> FusedLayers | None:
-        """The decoder layers (of model.py, with SiLU) as one operation, with the results of theirs one by one;
+        """The decoder layers (of model.py, with SiLU) as one operation, with the results of one by one;
         None where the device has none for them."""
         return None
 
