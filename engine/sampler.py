@@ -8,7 +8,7 @@ were drawn themselves (``draft_sample_method: probabilistic``), where it depends
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,9 +64,13 @@ class SampleRow:
 
 
 class Sampler:
-    """Chooses a token for each row. ``seed`` is the engine's: it drives requests that have none."""
+    """Chooses a token for each row. ``seed`` is the engine's: it drives requests that have none.
 
-    def __init__(self, seed: int = 0) -> None:
+    ``argmax`` is the device's own, if it has one that is faster than torch's.
+    """
+
+    def __init__(self, seed: int = 0, argmax: Callable[[torch.Tensor], list[int]] | None = None) -> None:
+        self._argmax = argmax or _argmax
         self._random = np.random.default_rng(seed)
 
     @staticmethod
@@ -99,9 +103,8 @@ class Sampler:
     def _choose(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
         drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]
         if not drawn:
-            tokens: list[int] = logits.argmax(-1).tolist()
-            return tokens
-        tokens = logits.argmax(-1).tolist() if len(drawn) < len(rows) else [0] * len(rows)
+            return self._argmax(logits)
+        tokens = self._argmax(logits) if len(drawn) < len(rows) else [0] * len(rows)
         verified = [i for i in drawn if rows[i].drawn is not None]
         alone = [i for i in drawn if rows[i].drawn is None]
         filtered = [i for i in alone if _is_filtered(rows[i].params, logits.shape[-1])]
@@ -147,6 +150,11 @@ class Sampler:
         uniform = torch.tensor([[self.uniform(params, position, DRAFT)]])
         token, _ = invert(distribution.unsqueeze(0), uniform)
         return Drawn(int(token), distribution)
+
+
+def _argmax(logits: torch.Tensor) -> list[int]:
+    tokens: list[int] = logits.argmax(-1).tolist()
+    return tokens
 
 
 def seeded_uniform(seed: int, position: int, purpose: int = TARGET) -> float:

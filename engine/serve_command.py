@@ -109,6 +109,10 @@ def serve(
     kv_cache_dtype: Annotated[
         KVCacheDtype, _flag("What keys and values are stored in; auto: what the model computes in.")
     ] = "auto",
+    quantization: Annotated[
+        Literal["int8_per_channel"] | None,
+        _flag("Linear layers in int8: weights per output channel, activations per token."),
+    ] = None,
     seed: Annotated[int, _flag("Seed of requests that bring none.")] = 0,
     max_model_len: Annotated[
         int | None, _count("Most tokens of prompt and output together; the model's limit by default.")

@@ -54,7 +54,7 @@ numa-bind-nodes offload-backend offload-group-size offload-num-in-group offload-
 offload-prefetch-step optimization-level otlp-traces-endpoint override-generation-config
 per-request-spec-decode-metrics performance-mode pipeline-parallel-size pooler-config
 prefill-context-parallel-size prefill-schedule-interval prefix-cache-retention-interval
-prefix-caching-hash-algo prefix-match-unit profiler-config pt-load-map-location quantization
+prefix-caching-hash-algo prefix-match-unit profiler-config pt-load-map-location
 quantization-config ray-workers-use-nsight reasoning-config reasoning-parser reasoning-parser-plugin
 renderer-num-workers replayssm-buffer-len response-role return-sampling-mask return-tokens-as-token-ids
 revision root-path runner safetensors-load-strategy safetensors-prefetch-block-size

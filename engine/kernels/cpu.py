@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from engine.kernels.base import AttentionShape, Batch, Int32, Kernels, Linear
+from engine.kernels.int8 import Int8Linear
 from engine.kernels.kv_format import KVFormat
 
 PACKED_ROWS = 64
@@ -58,10 +59,12 @@ class Paged:
     format: KVFormat
 
     @classmethod
-    def allocate(cls, shape: AttentionShape, dtype: torch.dtype, num_blocks: int) -> Paged:
+    def allocate(
+        cls, shape: AttentionShape, dtype: torch.dtype, num_blocks: int, device: torch.device | None = None
+    ) -> Paged:
         kind, slots = shape.kv_format, (num_blocks, shape.num_kv_heads, shape.block_size)
-        stored = torch.zeros((*slots, shape.head_dim), dtype=kind.held_as or dtype)
-        return cls(stored, torch.zeros(slots) if kind.scaled else None, kind)
+        stored = torch.zeros((*slots, shape.head_dim), dtype=kind.held_as or dtype, device=device)
+        return cls(stored, torch.zeros(slots, device=device) if kind.scaled else None, kind)
 
     def write(self, x: torch.Tensor, blocks: torch.Tensor, offsets: torch.Tensor) -> None:
         """Put the rows of ``x`` [T, KV heads, head_dim] into their slots."""
@@ -130,22 +133,29 @@ class TorchKernels(Kernels):
     """``cos`` and ``sin`` are the rotary tables, fp32, [kinds of layers, max_model_len, head_dim / 2]."""
 
     def __init__(
-        self, shape: AttentionShape, dtype: torch.dtype, cos: torch.Tensor, sin: torch.Tensor
+        self,
+        shape: AttentionShape,
+        dtype: torch.dtype,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        int8: bool = False,
     ) -> None:
-        self.shape, self.dtype = shape, dtype
+        self.shape, self.dtype, self._int8 = shape, dtype, int8
         self._cos, self._sin = (table.view(-1, *table.shape[-2:]) for table in (cos, sin))
         self._can_pack = torch.backends.mkldnn.is_available() and dtype == torch.bfloat16
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        if self._int8:
+            return Int8Linear(weight, bias)
         kind = PackedLinear if self._can_pack else TorchLinear
         return kind(weight, bias)
 
     def linear(self, x: torch.Tensor, linear: Linear, out: torch.Tensor) -> None:
-        assert isinstance(linear, TorchLinear)
+        assert isinstance(linear, TorchLinear | Int8Linear)
         out.copy_(linear(x))
 
     def linear_add(self, x: torch.Tensor, linear: Linear, out: torch.Tensor) -> None:
-        assert isinstance(linear, TorchLinear)
+        assert isinstance(linear, TorchLinear | Int8Linear)
         out += linear(x)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:

@@ -46,8 +46,8 @@ struct Product {
     bool add;  // out += instead of out =
 
     __m512 scaled(__m512 sum, int, int, __mmask16) const { return sum; }
-    __m512 scaled(__m512i sum, int row, int column, __mmask16 mask) const {
-        sum = _mm512_sub_epi32(sum, _mm512_maskz_loadu_epi32(mask, weight.shifts + column));
+    __m512 scaled(Int16 sums, int row, int column, __mmask16 mask) const {
+        const __m512i sum = _mm512_sub_epi32((__m512i)sums, _mm512_maskz_loadu_epi32(mask, weight.shifts + column));
         const __m512 scale = _mm512_mul_ps(load16(weight.scales + column, mask), _mm512_set1_ps(rows.scales[row]));
         return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
     }

@@ -43,9 +43,10 @@ template <class T>
 struct Sum {
     using type = __m512;
 };
+typedef int Int16 __attribute__((vector_size(64)));  // not __m512i, of which GCC 12 spills arrays
 template <>
 struct Sum<uint8_t> {
-    using type = __m512i;
+    using type = Int16;
 };
 
 inline __m512 fma(__m512 sum, __m512i a, __m512i b, float) {
@@ -63,7 +64,9 @@ inline __m512 fma(__m512 sum, __m512i a, __m512i b, bf16) {
 
 #ifdef __AVX512VNNI__
 // Unsigned bytes times signed ones: the sums are exact.
-inline __m512i fma(__m512i sum, __m512i a, __m512i b, uint8_t) { return _mm512_dpbusd_epi32(sum, a, b); }
+inline Int16 fma(Int16 sum, __m512i a, __m512i b, uint8_t) {
+    return (Int16)_mm512_dpbusd_epi32((__m512i)sum, a, b);
+}
 #endif
 
 inline void prefetch(const Unit* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
