@@ -94,14 +94,14 @@ class ModelSize:
 class PendingStep:
     """A step that a simulated device has begun."""
 
-    result: StepResult
+    emitted: StepResult
     ready_at: float
     clock: VirtualClock
 
-    def wait(self) -> StepResult:
-        """The result, at the moment it is ready: the clock is advanced to it."""
+    def result(self) -> StepResult:
+        """The result, once it is ready: the clock is advanced to that moment."""
         self.clock.advance_to(self.ready_at)
-        return self.result
+        return self.emitted
 
 
 class SimulatedRunner:
@@ -112,8 +112,7 @@ class SimulatedRunner:
     as many drafts are proposed after each step, and each is accepted with probability ``acceptance`` if those
     before it were.
 
-    The host and the device are two resources: a step that is started while the device is busy has its host
-    time beside the computation, and begins when the device is free.
+    With async scheduling the host works while the device computes: see ``StepTimes.overlap``.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class SimulatedRunner:
         self._proposal = [TOKEN_ID] * num_speculative_tokens
         self._acceptance = acceptance
         self._random = random.Random(seed)
-        self._free_at = 0.0
+        self._started_at = 0.0
 
     def profile_activation(self) -> int:
         return self._activation_bytes
@@ -151,16 +150,25 @@ class SimulatedRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """A step from its planning to its result: host time, then device time."""
-        return self.start(plan).wait()
+        load = StepLoad.of(plan)
+        self.clock.now += self.times.host_seconds(load)
+        return self._begin(plan, load).result()
 
     def start(self, plan: StepPlan) -> PendingStep:
-        """Spend the host's time, and let the device begin as soon as it is free."""
-        clock, load = self.clock, StepLoad.of(plan)
-        clock.now += self.times.host_seconds(load)
+        """A step whose planning began when the step before it was started. What of the host's time overlaps
+        with that one has passed since, or is waited for; the rest is spent now."""
+        load = StepLoad.of(plan)
+        host = self.times.host_seconds(load)
+        planned = host * self.times.overlap
+        self.clock.advance_to(self._started_at + planned)
+        self.clock.now += host - planned
+        return self._begin(plan, load)
+
+    def _begin(self, plan: StepPlan, load: StepLoad) -> PendingStep:
         seconds = self.times.device_seconds(load)
         self.device_seconds += seconds
-        self._free_at = max(clock.now, self._free_at) + seconds
-        return PendingStep(self._emit(plan), self._free_at, clock)
+        self._started_at = self.clock.now
+        return PendingStep(self._emit(plan), self.clock.now + seconds, self.clock)
 
     def _emit(self, plan: StepPlan) -> StepResult:
         rows = plan.rows

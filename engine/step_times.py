@@ -74,6 +74,9 @@ class StepTimes:
     host: float = 0.0
     """Scheduling, inputs, bookkeeping, metrics: whatever the device waits for between synchronous steps."""
     host_per_sequence: float = 0.0
+    overlap: float = 0.5
+    """Share of the host's time that async scheduling spends while the device computes: planning, about half
+    of it. Booking what a step emitted has to wait for it."""
     launch: float = 0.0
     """What every step costs the device, whatever is in it."""
     weights: float = 0.0
@@ -115,12 +118,12 @@ class StepTimes:
         if unknown := sorted(set(given) - known):
             raise ValueError(f"unknown coefficient {unknown[0]!r}; known are {', '.join(sorted(known))}")
         for name, value in given.items():
-            if name != "source" and not _is_seconds(value):
-                raise ValueError(f"{name} must be a number of seconds, 0 or more, is {value!r:.40}")
+            if name != "source" and not _is_amount(value):
+                raise ValueError(f"{name} must be a number, 0 or more, is {value!r:.40}")
         return cls(**given)
 
 
-def _is_seconds(value: Any) -> bool:
+def _is_amount(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
 
 
