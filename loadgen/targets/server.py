@@ -31,9 +31,10 @@ class ServerTarget(Target):
 
     ``template`` is that command, as one would type it: ``VAR=x my-server {flags} --port {port}``. ``{flags}``
     and ``--port {port}`` are appended where they are missing; a literal ``--port N`` is replaced, since every
-    server gets a free port. No shell is involved. Each start logs to a new file in ``log_dir`` (default: a
-    temporary directory). Seconds: ``start_timeout`` until healthy, ``probe_timeout`` until the first answer,
-    ``grace`` between SIGTERM and SIGKILL. Raises FlagError for a template that is empty or cannot be split.
+    server gets a free port. No shell is involved; ``vtune`` is the one of this interpreter. Each start logs
+    to a new file in ``log_dir`` (default: a temporary directory). Seconds: ``start_timeout`` until healthy,
+    ``probe_timeout`` until the first answer, ``grace`` between SIGTERM and SIGKILL. Raises FlagError for a
+    template that is empty or cannot be split.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class ServerTarget(Target):
             )
         self._words = _with_placeholders(words)
         self._env = {**template_env, **(env or {})}
-        self._executable = list(executable)
+        self._executable = list(executable) or (_own_command() if words[0] == "vtune" else [])
         """What runs in place of the template's first word; what is shown is the template."""
         self.name = name or Path(words[0]).name
         self.exclusive = exclusive
@@ -69,11 +70,7 @@ class ServerTarget(Target):
     @classmethod
     def bundled(cls, model: str = "bundled", **options: Any) -> ServerTarget:
         """The engine of this package, run by this interpreter."""
-        script = Path(sys.executable).with_name("vtune")
-        entry = (
-            [str(script)] if script.exists() else [sys.executable, "-c", "import vtune_cli; vtune_cli.main()"]
-        )
-        options = {"name": "bundled", "executable": entry, **options}
+        options = {"name": "bundled", **options}
         return cls(f"vtune serve {shlex.quote(model)} {{flags}} --port {{port}}", **options)
 
     @classmethod
@@ -146,6 +143,12 @@ class ServerTarget(Target):
                 )
             time.sleep(pause)
             pause = min(pause * 1.3, 0.5)
+
+
+def _own_command() -> list[str]:
+    """The ``vtune`` of this interpreter, whatever is first on the path."""
+    script = Path(sys.executable).with_name("vtune")
+    return [str(script)] if script.exists() else [sys.executable, "-c", "import vtune_cli; vtune_cli.main()"]
 
 
 def free_port() -> int:
