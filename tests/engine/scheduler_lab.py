@@ -8,7 +8,7 @@ from typing import Any
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.request import Request, SamplingParams
 from engine.scheduler import UnifiedScheduler
-from engine.step import PLACEHOLDER_TOKEN_ID, StepOutput, StepPlan, StepResult
+from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, StepOutput, StepPlan, StepResult
 
 Emit = Callable[[Request, Sequence[int]], list[int]]
 """What a request emits, given its drafts (placeholders left out): some of these, and one more token."""
@@ -112,8 +112,12 @@ class Lab:
                 proposed = () if PLACEHOLDER_TOKEN_ID in item.drafts else item.drafts
                 emitted = self.emit(item.request, proposed)
                 tokens[item.request.request_id] = emitted
-                drafts[item.request.request_id] = self.propose(item.request, emitted)
-        return StepResult(tokens, drafts)
+                if proposed := self.propose(item.request, emitted):
+                    drafts[item.request.request_id] = proposed
+        if plan.rows.drafts or drafts:
+            return StepResult(tokens, drafts)
+        emitting = plan.rows.emitting  # one token each: in columns, as a runner in a hurry has them
+        return StepResult(OneEach(emitting, [tokens[request.request_id][0] for request in emitting]))
 
     def update(self, plan: StepPlan, result: StepResult | None = None) -> StepOutput:
         self.output = self.scheduler.update(plan, self.execute(plan) if result is None else result)
