@@ -19,6 +19,7 @@ try:
     from engine.kernels.triton import (
         activation,
         attention,
+        kernels,
         norm,
         quantise,
         random,
@@ -29,4 +30,14 @@ try:
 finally:
     del os.environ["TRITON_INTERPRET"]
 
-__all__ = ["activation", "attention", "norm", "quantise", "random", "rejection", "rope", "sampling"]
+__all__ = [
+    "activation",
+    "attention",
+    "kernels",
+    "norm",
+    "quantise",
+    "random",
+    "rejection",
+    "rope",
+    "sampling",
+]

@@ -20,11 +20,6 @@ def code_of(kv_format: KVFormat) -> int:
     return CODES.get(kv_format.storage, 0) if kv_format.storage is not None else 0
 
 
-def as_bytes(stored: torch.Tensor) -> torch.Tensor:
-    """fp8 numbers as the kernels take them."""
-    return stored.view(torch.uint8) if CODES.get(stored.dtype, 0) > 1 else stored
-
-
 @triton.jit
 def round_half_even(x):
     """fp32 to the nearest whole number, for |x| < 2^22: adding 1.5 * 2^23 leaves no bits for a fraction."""

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from engine.kernels.base import AttentionShape
 from engine.kernels.cpu import TorchCache
-from engine.kernels.triton.quantise import as_bytes, code_of, encode, scale_of
+from engine.kernels.triton.quantise import code_of, encode, scale_of
 
 
 @triton.jit
@@ -90,9 +90,9 @@ def _rope_and_store(
 
 def pointers(cache: TorchCache) -> tuple[torch.Tensor, ...]:
     """Keys, values, and their scales; without scales, something in their place that is not read."""
-    keys, values = as_bytes(cache.keys.stored), as_bytes(cache.values.stored)
-    scales = (keys if paged.scales is None else paged.scales for paged in (cache.keys, cache.values))
-    return keys, values, *scales
+    halves = cache.keys, cache.values
+    scales = (half.stored if half.scales is None else half.scales for half in halves)
+    return cache.keys.stored, cache.values.stored, *scales
 
 
 def rope_and_store(
