@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling_definition import kept_by_definition
 from scipy.stats import chisquare
 
 from engine.request import Request, SamplingParams
@@ -32,24 +33,6 @@ def draw(values: torch.Tensor, count: int, seed: int = 0, **params: Any) -> Coun
         rows = [row(**params)] * min(500, count - start)
         drawn.update(sampler.sample(values.expand(len(rows), -1).clone(), rows)[0])
     return drawn
-
-
-def kept_by_definition(values: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float):
-    """The distribution after min-p, top-k and top-p, by their definitions, one token at a time."""
-    probabilities = (values / temperature).softmax(-1)
-    probabilities = torch.where(
-        probabilities >= min_p * probabilities.max(), probabilities, torch.zeros_like(probabilities)
-    )
-    order = probabilities.argsort(descending=True)
-    if top_k > 0:
-        probabilities[order[top_k:]] = 0
-    probabilities /= probabilities.sum()
-    mass = 0.0
-    for token in order.tolist():
-        if mass >= top_p:
-            probabilities[token] = 0
-        mass += float(probabilities[token])
-    return probabilities / probabilities.sum()
 
 
 @pytest.mark.parametrize("vocab", [64, 200, 3000])
