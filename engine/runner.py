@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.config import GIB, MAX_COUNT, ConfigError, EngineConfig
+from engine.config import GIB, ConfigError, EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
 from engine.kernels.host import HostBlocks
@@ -89,7 +89,6 @@ class ModelRunner:
         self._sampler = Sampler(config.seed, self._kernels.argmax)
         self._thread = ThreadPoolExecutor(1, "runner")  # started by its first step
         self._proposer = make_proposer(self.config, self._decoder)
-        self._max_drafting = _max_drafting(config)
         if self._proposer is not None:
             self.weights_bytes += self._proposer.weights_bytes
             self.kv_bytes_per_token += self._proposer.kv_bytes_per_token
@@ -163,7 +162,7 @@ class ModelRunner:
             result = self._emit(self._decoder.logits(hidden, torch.tensor(rows), self._workspace), verify)
         if self._proposer is None:
             return result
-        drafting = plan.num_running <= self._max_drafting
+        drafting = plan.num_running <= self.config.max_drafting
         step = TargetStep(plan.scheduled, tables, result.tokens, hidden, drafting)
         return replace(result, drafts=_in_form(self._proposer.propose(step), step))
 
@@ -258,13 +257,6 @@ def _logit_rows(scheduled: Sequence[ScheduledRequest], batch: Batch) -> tuple[li
         verify.append(_Verify(item.request, real, len(rows)))
         rows += range(first, first + len(real) + 1)
     return rows, verify
-
-
-def _max_drafting(config: EngineConfig) -> int:
-    """How many requests may run for drafts to be proposed."""
-    speculative = config.speculative_config
-    limit = None if speculative is None else speculative.disable_by_batch_size
-    return MAX_COUNT if limit is None else limit
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
