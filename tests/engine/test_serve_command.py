@@ -88,7 +88,7 @@ def test_every_flag_reaches_the_config(started: list[tuple[Any, ...]]) -> None:
     assert config == EngineConfig(
         model="model-dir",
         tokenizer="tok",
-        served_model_name="name",
+        served_model_name=("name",),
         dtype="float32",
         load_format="dummy",
         seed=5,
