@@ -219,7 +219,8 @@ class EngineConfig:
     block_size: int = 16
     gpu_memory_utilization: float = 0.92
     device_memory: int | None = None
-    """Bytes the CPU engine treats as its device; None: the larger of 1 GiB and twice the weights."""
+    """Bytes of the device that the engine may count on; None: all of a GPU, and on the CPU the larger of
+    1 GiB and twice the weights."""
     num_gpu_blocks_override: int | None = None
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 128
@@ -235,6 +236,13 @@ class EngineConfig:
     """Requests that a step may leave mid-prefill; None: any number, as every value does in vLLM 0.33."""
     max_long_partial_prefills: int = 1
     """Of ``max_num_partial_prefills``, those that lack more tokens than the threshold."""
+    enforce_eager: bool = False
+    """Launch every operation of every step: record no CUDA graphs. They are recorded of the layers of decode
+    steps (vLLM's cudagraph_mode FULL_DECODE_ONLY). No effect on the CPU, as the next two."""
+    cudagraph_capture_sizes: tuple[int, ...] | None = None
+    """Batch sizes that decode steps are padded to; None: 1, 2, 4, every 8th, and every 16th from 256 on."""
+    max_cudagraph_capture_size: int | None = None
+    """The largest of these; None: twice ``max_num_seqs``, 512 at most."""
     async_scheduling: bool = False
     """Plan a step while the one before it computes. vLLM's default is on where it can: here no core idles."""
     speculative_config: SpeculativeConfig | None = None
@@ -305,6 +313,7 @@ class EngineConfig:
             "max_num_seqs",
             "max_model_len",
             "num_gpu_blocks_override",
+            "max_cudagraph_capture_size",
             "device_memory",
         ):
             value = getattr(self, flag)
@@ -316,7 +325,9 @@ class EngineConfig:
             raise ConfigError("seed", self.seed, f"must lie in [0, {MAX_BYTES}]", "e.g. 0")
         for name in self.served_names:
             if not _is_unicode(name):
-                raise ConfigError("served_model_name", ascii(name), "is not Unicode text", "give another name")
+                raise ConfigError(
+                    "served_model_name", ascii(name), "is not Unicode text", "give another name"
+                )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
                 "gpu_memory_utilization", self.gpu_memory_utilization, "must lie in (0, 1]", "e.g. 0.92"
@@ -354,7 +365,7 @@ class EngineConfig:
         self._validate_scheduler()
         self._validate_step_tokens()
         self._validate_partial_prefills()
-        self._validate_async_scheduling()
+        self._validate_capture_sizes()
         if length is not None and tokens > seqs * length:
             warnings.warn(
                 f"max_num_batched_tokens ({tokens}) exceeds max_num_seqs * max_model_len ({seqs * length}): "
@@ -396,12 +407,17 @@ class EngineConfig:
                 f"raise it to {least} or lower num_speculative_tokens",
             )
 
-    def _validate_async_scheduling(self) -> None:
-        speculative = self.speculative_config
-        if self.async_scheduling and speculative is not None and speculative.uses_model:
-            rule = f"method {speculative.method} reads block tables, which the plan of the next step changes"
-            fix = "use method ngram or suffix, or drop --async-scheduling"
-            raise ConfigError("async_scheduling", True, rule, fix)
+    def _validate_capture_sizes(self) -> None:
+        sizes, largest = self.cudagraph_capture_sizes, self.max_cudagraph_capture_size
+        flag, shown = "cudagraph_capture_sizes", " ".join(str(size) for size in sizes or ())
+        if sizes is not None and (not sizes or min(sizes) < 1):
+            raise ConfigError(flag, shown or "(none)", "sizes must be at least 1", "e.g. 1 2 4 8")
+        if sizes is not None and min(sizes) > self.max_num_batched_tokens:
+            rule = f"every size exceeds max_num_batched_tokens ({self.max_num_batched_tokens})"
+            raise ConfigError(flag, shown, rule, "give smaller sizes, or --enforce-eager")
+        if sizes and largest is not None and largest != max(sizes):
+            rule = f"must be the largest of cudagraph_capture_sizes ({max(sizes)}), where both are given"
+            raise ConfigError("max_cudagraph_capture_size", largest, rule, "drop one of the flags")
 
     def _validate_partial_prefills(self) -> None:
         flag, most, most_long = (

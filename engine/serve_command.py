@@ -124,8 +124,8 @@ def serve(
     device_memory: Annotated[
         int | None,
         _flag(
-            "What the CPU engine takes for its device's memory; by default the larger of 1GiB and twice the "
-            "weights.",
+            "What the engine takes for its device's memory; by default all of a GPU, on the CPU the larger of "
+            "1GiB and twice the weights.",
             parser=parse_bytes,
             metavar="SIZE",
         ),
@@ -153,6 +153,14 @@ def serve(
     max_long_partial_prefills: Annotated[
         int, _count("Of these, most that are longer than the threshold (then 4 % of --max-model-len).")
     ] = 1,
+    enforce_eager: Annotated[bool, _flag("Record no CUDA graphs of decode steps.")] = False,
+    cudagraph_capture_sizes: Annotated[
+        list[int] | None,
+        _flag("Batch sizes to record CUDA graphs of. No effect on the CPU.", metavar="N...", min=1),
+    ] = None,
+    max_cudagraph_capture_size: Annotated[
+        int | None, _count("The largest of these sizes; twice --max-num-seqs by default, at most 512.")
+    ] = None,
     async_scheduling: Annotated[bool, _flag("Plan a step while the one before it computes.")] = False,
     speculative_config: Annotated[
         Any,
@@ -183,6 +191,7 @@ def serve(
     try:
         given["model"] = _model(given.pop("arguments") or [], model)
         given["served_model_name"] = tuple(served_model_name or ()) or None
+        given["cudagraph_capture_sizes"] = tuple(cudagraph_capture_sizes or ()) or None
         names = {field.name for field in fields(EngineConfig)}
         config = EngineConfig(**{name: value for name, value in given.items() if name in names})
         config.validate()

@@ -9,7 +9,7 @@ anthropic-disabled-thinking-effort api-server-count attention-backend attention-
 aux-output-config chat-template chat-template-content-format code-revision cohere-format
 cohere-is-reasoning-model collect-detailed-traces compilation-config config config-format convert
 cp-kv-cache-interleave-size cpu-distributed-timeout-seconds cpu-offload-gb cpu-offload-params
-cudagraph-capture-sizes cudagraph-metrics custom-histogram-buckets data-parallel-address
+cudagraph-metrics custom-histogram-buckets data-parallel-address
 data-parallel-backend data-parallel-external-lb data-parallel-hybrid-lb
 data-parallel-multi-port-external-lb data-parallel-rank data-parallel-rpc-port data-parallel-size
 data-parallel-size-local data-parallel-start-rank data-parallel-supervisor-port dbo-decode-token-threshold
@@ -30,7 +30,7 @@ enable-mixed-moe-lora-format enable-mm-embeds enable-moe-shared-loras enable-ncc
 enable-offline-docs enable-per-request-metrics enable-prompt-embeds
 enable-request-id-headers enable-return-routed-experts enable-scale-out enable-server-load-tracking
 enable-shm-tensor-arena enable-sleep-mode enable-ssl-refresh enable-tokenizer-info-endpoint
-enable-tower-connector-lora enable-trace-replay enforce-eager engram-config eplb-config
+enable-tower-connector-lora enable-trace-replay engram-config eplb-config
 exclude-tools-when-tool-choice-none expert-placement-strategy fail-on-environ-validation
 fault-tolerance-config fingerprint-mode fingerprint-value fully-sharded-loras gdn-prefill-backend
 generation-config grpc grpc-port h11-max-header-count h11-max-incomplete-event-size headless
@@ -42,7 +42,7 @@ kv-transfer-config language-model-only limit-mm-per-prompt linear-backend log-co
 log-level logging-config logits-processors logprobs-mode long-prefill-token-threshold-adaptive lora-dtype
 lora-modules lora-target-modules mamba-backend mamba-block-size mamba-cache-dtype mamba-cache-mode
 mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm master-addr master-port max-cpu-loras
-max-cudagraph-capture-size max-log-len max-logprobs max-lora-cls-labels
+max-log-len max-logprobs max-lora-cls-labels
 max-lora-rank max-loras max-num-active-seqs max-num-queued-reqs
 max-num-queued-tokens max-parallel-loading-workers media-io-kwargs middleware
 mm-device-do-normalize mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
