@@ -14,59 +14,30 @@ stall        the longest gap between two tokens of a request, median over reques
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
-from engine.bundled import fetch_bundled
-from engine.calibrate import calibrate
+from benchmarks.laboratory import Setting, add_options, make_setting
 from engine.config import EngineConfig
-from engine.core import EngineCore, Runner
+from engine.core import EngineCore
 from engine.lab.occupancy import Occupancy
-from engine.model_config import ModelConfig, load_model_config
 from engine.request import SamplingParams
 from engine.simulate import (
-    Clock,
     ModelSize,
     SimulatedRunner,
     TimedRequest,
     Timeline,
     VirtualClock,
-    WallClock,
     drive,
     own_prompt,
 )
 from engine.step import StepOutput, StepPlan
-from engine.step_times import H100_SXM, StepTimes, roofline
+from engine.step_times import StepTimes
 
 PHASES = ("static", "two-track", "unified")
 VOCABULARY = 49_000
-LLAMA_8B = ModelConfig.from_hf(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "torch_dtype": "bfloat16",
-    }
-)
-
-
-@dataclass(frozen=True)
-class Setting:
-    """An engine to compare on: its config without a scheduler, and how to make a runner with its clock."""
-
-    name: str
-    config: EngineConfig
-    make: Callable[[], tuple[Runner, Clock]]
-    rate: float
-    """Requests a second that the unified scheduler serves at about two thirds of its capacity."""
 
 
 @dataclass(frozen=True)
@@ -134,55 +105,7 @@ def request(place: int, arrival: float, prompt: int, output: int, rng: np.random
     return TimedRequest(f"r{place}", arrival, rng.integers(100, VOCABULARY, prompt).tolist(), sampling)
 
 
-# ---------------------------------------------------------------- settings
-
-
-def bundled_config(max_num_seqs: int = 16) -> EngineConfig:
-    return EngineConfig(
-        max_model_len=2048,
-        max_num_batched_tokens=2048,
-        max_num_seqs=max_num_seqs,
-        enable_prefix_caching=False,
-        num_gpu_blocks_override=2200,
-    )
-
-
-def simulated_bundled(times: StepTimes) -> Setting:
-    size = ModelSize.of(load_model_config(fetch_bundled()))
-    return Setting(f"simulated: {times.source}", bundled_config(), lambda: on_virtual_time(size, times), 3.0)
-
-
-def simulated_h100() -> Setting:
-    times = roofline(LLAMA_8B, H100_SXM)
-    size = ModelSize.of(LLAMA_8B, max_num_batched_tokens=8192)
-    config = EngineConfig(
-        max_model_len=8192,
-        max_num_batched_tokens=8192,
-        max_num_seqs=128,
-        enable_prefix_caching=False,
-        device_memory=H100_SXM.memory_bytes,
-    )
-    return Setting(f"simulated: 8B, {times.source}", config, lambda: on_virtual_time(size, times), 75.0)
-
-
-def on_virtual_time(size: ModelSize, times: StepTimes) -> tuple[Runner, Clock]:
-    clock = VirtualClock()
-    return SimulatedRunner(size, times, clock), clock
-
-
-def real_bundled() -> Setting:
-    from engine.runner import ModelRunner
-
-    config = bundled_config()
-    runner = ModelRunner(config)
-    warm = EngineCore(config, runner)
-    warm.add(request(0, 0.0, 256, 8, np.random.default_rng(0)).make())
-    while warm.has_unfinished:
-        warm.step()
-    return Setting("real: bundled model", config, lambda: (runner, WallClock()), 3.0)
-
-
-# ---------------------------------------------------------------- the seeds' picture
+# ---------------------------------------------------------------- four requests
 
 
 def four_requests() -> None:
@@ -291,41 +214,17 @@ def pressure(setting: Setting, count: int, seed: int) -> None:
     )
 
 
-def settings(options: argparse.Namespace) -> Iterator[Setting]:
-    if options.real:
-        yield real_bundled()
-        return
-    if options.times == "h100":
-        yield simulated_h100()
-        return
-    if options.times == "bundled":
-        times, _ = calibrate(bundled_config(max_num_seqs=32))
-    else:
-        times = StepTimes.from_json(Path(options.times).read_text())
-    if options.save_times:
-        options.save_times.write_text(times.to_json())
-    yield simulated_bundled(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--real", action="store_true", help="compute with the bundled model, a short workload"
-    )
-    parser.add_argument("--times", default="bundled", help="bundled (measured now), h100, or a JSON file")
-    parser.add_argument("--save-times", type=Path, help="write the measured step times here")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the requests")
-    parser.add_argument("--seed", type=int, default=1, help="of the workloads (default 1)")
+    add_options(parser)
     options = parser.parse_args()
     four_requests()
-    count = 40 if options.real else 60 if options.quick else 600
-    for setting in settings(options):
-        compare(setting, count, options.seed)
-        pressure(
-            setting, setting.config.max_num_seqs * (1 if options.quick or options.real else 3), options.seed
-        )
+    short = options.quick or options.real
+    setting = make_setting(options)
+    compare(setting, 40 if short else 600, options.seed)
+    pressure(setting, setting.config.max_num_seqs * (1 if short else 3), options.seed)
 
 
 if __name__ == "__main__":
