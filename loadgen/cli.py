@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import loadgen.compare_command
+import loadgen.counters_command
 import loadgen.sweep_command
 import loadgen.trace_command
 from loadgen.options import Connection, Load, with_options
@@ -37,6 +38,7 @@ def mount(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
     loadgen.sweep_command.mount(bench)
     loadgen.compare_command.mount(bench)
+    loadgen.counters_command.mount(bench)
     loadgen.trace_command.mount(bench)
     app.add_typer(bench, name="bench")
 
