@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +15,18 @@ import torch
 from engine.config import GIB, ConfigError, EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
+from engine.kernels.device import (
+    CPU,
+    capture_sizes,
+    check_free_memory,
+    held_by_others,
+    idle_batch,
+    make_sampler,
+    memory_of,
+    pick_device,
+    place_on,
+    warn_of_unused,
+)
 from engine.kernels.host import HostBlocks
 from engine.kernels.kv_format import kv_format
 from engine.lab.padding import padding_sequences
@@ -64,13 +75,21 @@ class ModelRunner:
         self.config = config.resolved(self.model_config.max_position_embeddings)
         self._max_model_len = _max_model_len(self.config, self.model_config)
         self.dtype = _dtype(config.dtype, self.model_config.dtype)
-        _check_memory(self.model_config, self._max_model_len, self.dtype, path)
+        self._device = pick_device()
+        self._check_device(path)
         self.model_config = self.model_config.within(self._max_model_len)
         shape = attention_shape(
             self.model_config, config.block_size, kv_format(config.kv_cache_dtype, self.dtype)
         )
         cos, sin = layer_rope_tables(self.model_config, self._max_model_len)
-        self._kernels = make_kernels(shape, self.dtype, cos, sin, config.quantization is not None)
+        self._kernels = make_kernels(
+            shape,
+            self.dtype,
+            cos,
+            sin,
+            config.quantization is not None,
+            capture_sizes(self.config, self._device),
+        )
         checkpoint = open_checkpoint(path, config.load_format, config.seed)
         try:
             self._decoder = load_decoder(self.model_config, self._kernels, checkpoint.tensors())
@@ -82,16 +101,31 @@ class ModelRunner:
             config.max_num_seqs * (1 + config.num_speculative_tokens), config.max_num_batched_tokens
         )
         self._workspace = Workspace(
-            self.model_config, self.dtype, config.max_num_batched_tokens, self._max_rows
+            self.model_config, self.dtype, config.max_num_batched_tokens, self._max_rows, self._device
         )
         self._caches: list[Any] = []
         self._host: HostBlocks | None = None
-        self._sampler = Sampler(config.seed, self._kernels.argmax)
+        self._sampler = make_sampler(config.seed, self._kernels)
         self._thread = ThreadPoolExecutor(1, "runner")  # started by its first step
-        self._proposer = make_proposer(self.config, self._decoder)
+        with place_on(self._device):
+            self._proposer = make_proposer(self.config, self._decoder)
         if self._proposer is not None:
             self.weights_bytes += self._proposer.weights_bytes
             self.kv_bytes_per_token += self._proposer.kv_bytes_per_token
+
+    def _check_device(self, path: Path) -> None:
+        """Take into the config what the device has. Raises ConfigError or ModelError for what it cannot do."""
+        device, config = self._device, self.config
+        warn_of_unused(config, device)
+        _check_memory(self.model_config, self._max_model_len, self.dtype, path, device)
+        if device.type != "cuda":
+            return
+        if config.quantization is not None:
+            rule = "is for the CPU: there are no such kernels for GPUs"
+            raise ConfigError("quantization", config.quantization, rule, "drop the flag")
+        check_free_memory(device, config.gpu_memory_utilization)
+        if config.device_memory is None:
+            self.config = replace(config, device_memory=memory_of(device))
 
     @property
     def max_model_len(self) -> int:
@@ -107,7 +141,8 @@ class ModelRunner:
         sampling = Sampler.scratch_bytes(self._max_rows, self.model_config.vocab_size)
         inputs = INPUT_BYTES * self.config.max_num_batched_tokens
         drafting = self._proposer.activation_bytes() if self._proposer is not None else 0
-        return self._workspace.nbytes + inputs + drafting + max(operations, sampling)
+        buffers = self._workspace.nbytes + inputs + drafting
+        return buffers + max(operations, sampling) + held_by_others(self._device)
 
     def allocate(self, num_blocks: int) -> None:
         """Make the paged KV tensors of every layer, ``num_blocks`` blocks each (the null block included).
@@ -115,7 +150,7 @@ class ModelRunner:
         Raises ConfigError for more than the machine has: memory is taken only as it is written, too late.
         """
         wanted = self.weights_bytes + num_blocks * self.config.block_size * self.kv_bytes_per_token
-        if wanted > (memory := _machine_memory()):
+        if wanted > (memory := memory_of(self._device)):
             config = self.config
             flag = "device_memory" if config.num_gpu_blocks_override is None else "num_gpu_blocks_override"
             raise ConfigError(
@@ -131,11 +166,24 @@ class ModelRunner:
         ]
         if self._proposer is not None:
             self._proposer.allocate(num_blocks)
+        if self._device.type == "cuda":
+            self._warm_up()
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Compile kernels and record graphs, with steps that read no cache and write none."""
+        for sequences, each in (
+            (1, self.config.max_num_batched_tokens),
+            *((size, 1) for size in reversed(capture_sizes(self.config, self._device))),
+        ):
+            token_ids = self._kernels.upload([0] * (sequences * each))
+            batch = idle_batch(sequences, each)
+            self._decoder.forward(token_ids, batch, self._caches, self._workspace)
 
     def allocate_host(self, num_blocks: int) -> None:
         """Make the swap space in host memory. Raises ConfigError for more than the machine has."""
         wanted = num_blocks * self.config.block_size * self.kv_bytes_per_token
-        if wanted > (memory := _machine_memory()):
+        if wanted > (memory := memory_of(CPU)):
             rule = f"this machine has {memory / GIB:,.1f} GiB"
             raise ConfigError("swap_space", self.config.swap_space, rule, "lower --swap-space")
         self._host = HostBlocks(self._caches, num_blocks)
@@ -156,10 +204,23 @@ class ModelRunner:
         if not scheduled:
             return StepResult({})
         hidden = self._decoder.forward(token_ids, batch, self._caches, self._workspace)
+        with place_on(self._device):
+            return self._choose(plan, scheduled, hidden, batch, tables)
+
+    def _choose(
+        self,
+        plan: StepPlan,
+        scheduled: Sequence[ScheduledRequest],
+        hidden: torch.Tensor,
+        batch: Batch,
+        tables: list[list[int]],
+    ) -> StepResult:
+        """Tokens, and drafts for the next step, from the residual stream [T, hidden]."""
         rows, verify = _logit_rows(scheduled, batch)
         result = StepResult({})
         if verify:
-            result = self._emit(self._decoder.logits(hidden, torch.tensor(rows), self._workspace), verify)
+            logits = self._decoder.logits(hidden, self._kernels.upload(rows), self._workspace)
+            result = self._emit(logits, verify)
         if self._proposer is None:
             return result
         drafting = plan.num_running <= self.config.max_drafting
@@ -189,7 +250,7 @@ class ModelRunner:
         slots = tables[table_start[sequence] + positions // block_size] * block_size + positions % block_size
         batch = Batch(positions, slots, query_start, starts + counts, tables, table_start)
         block_ids = [item.request.block_ids for item in plan.scheduled]
-        return _Inputs(scheduled, torch.tensor(tokens, dtype=torch.long), batch, block_ids)
+        return _Inputs(scheduled, self._kernels.upload(tokens), batch, block_ids)
 
     def _emit(self, logits: torch.Tensor, verify: Sequence[_Verify]) -> StepResult:
         rows = [row for item in verify for row in self._sample_rows(item)]
@@ -272,18 +333,17 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return length
 
 
-def _machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _check_memory(model: ModelConfig, max_model_len: int, dtype: torch.dtype, path: Path) -> None:
+def _check_memory(
+    model: ModelConfig, max_model_len: int, dtype: torch.dtype, path: Path, device: torch.device
+) -> None:
     """Refuse what cannot be in memory, before trying brings the machine down. Raises ModelError."""
     tables = 4 * max_model_len * model.head_dim * len(model.kinds)
     wanted = model.num_parameters * dtype.itemsize + tables
-    if wanted > (memory := _machine_memory()):
+    if wanted > (memory := memory_of(device)):
+        where = "this machine" if device == CPU else str(device)
         raise ModelError(
             f"{path}: the weights take {wanted / GIB:,.0f} GiB in {str(dtype).removeprefix('torch.')}, "
-            f"this machine has {memory / GIB:,.0f} GiB; serve a smaller model"
+            f"{where} has {memory / GIB:,.0f} GiB; serve a smaller model"
         )
 
 
