@@ -14,17 +14,6 @@ from loadgen.counters import Counters, CountersError, differences
 from vtune_cli import app
 
 LOAD = ["--workload", "random", "--input-len", 40, "--output-len", 6, "--rate", 4, "--num-requests", 6]
-    "--workload",
-    "random",
-    "--input-len",
-    "40",
-    "--output-len",
-    "6",
-    "--rate",
-    "4",
-    "--num-requests",
-    "6",
-]
 FLAGS = "vtune serve bundled --max-num-batched-tokens 64 --max-num-seqs 4 --num-gpu-blocks-override 24"
 FLAGS += " --max-model-len 256"
 
