@@ -61,7 +61,7 @@ class Transport(asyncio.Transport):
         return self.closed
 
 
-async def no_app(*arguments: Any) -> None:
+async def no_app(scope: Any, receive: Any, send: Any) -> None:
     """Never runs."""
 
 
