@@ -76,12 +76,17 @@ class Paged:
 
     def gather(self, tables: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What some block tables [S, W] hold, in ``dtype``: ``[S, KV heads, W * block_size, head_dim]``."""
-        flat = tables.flatten()
-        found = self.stored.index_select(0, flat)
+        found = _blocks(self.stored, tables)
         if self.format.storage is not None:
-            scales = None if self.scales is None else self.scales.index_select(0, flat)
+            scales = None if self.scales is None else _blocks(self.scales, tables)
             found = self.format.dequantize(found, scales, dtype)
-        return found.unflatten(0, tables.shape).transpose(1, 2).flatten(2, 3)
+        return found.flatten(2, 3)
+
+
+def _blocks(paged: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
+    """A copy of the blocks in some tables [S, W], of which ``flatten(2, 3)`` makes each one sequence's:
+    [S, KV heads, W, block_size, ...]."""
+    return paged.index_select(0, tables.flatten()).unflatten(0, tables.shape).transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -50,29 +50,36 @@ class KVFormat:
     def dequantize(
         self, stored: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype
     ) -> torch.Tensor:
-        """What :meth:`quantize` was given, rounded; ``stored`` as ``held_as`` has it."""
+        """What :meth:`quantize` was given, rounded; ``stored`` as ``held_as`` has it, with whatever strides.
+        The result is contiguous."""
+        out = torch.empty(stored.shape, dtype=dtype)
         if self.storage in _FP8:
-            stored = _widen_fp8(stored, *_FP8[self.storage], dtype)
-        if scales is not None:
-            stored = torch.mul(stored, scales.unsqueeze(-1))
-        return stored.to(dtype)
+            stored, factor = _widen_fp8(stored, *_FP8[self.storage], dtype)
+            if scales is None:
+                return torch.mul(stored, factor, out=out)
+            stored *= factor
+        return out.copy_(stored) if scales is None else torch.mul(stored, scales.unsqueeze(-1), out=out)
 
 
 _FP8 = {torch.float8_e4m3fn: (3, 7), torch.float8_e5m2: (2, 15)}
 """Bits of the fraction, and bias of the exponent."""
 
 
-def _widen_fp8(codes: torch.Tensor, fraction: int, bias: int, dtype: torch.dtype) -> torch.Tensor:
-    """Finite fp8 numbers, given as bytes, in bfloat16 or float32; 5 times as fast as torch's own conversion.
+def _widen_fp8(
+    codes: torch.Tensor, fraction: int, bias: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, float]:
+    """Finite fp8 numbers, given as bytes, in bfloat16 or float32, and what to multiply them by.
+
+    It is 5 times as fast as torch's own conversion.
 
     Both types have fp32's exponent. So an arithmetic shift moves sign, exponent and fraction to their places,
-    leaving copies of the sign to be masked, and a product moves the bias; subnormal numbers come right too.
+    leaving copies of the sign to be masked, and the product moves the bias; subnormal numbers come right too.
     """
     whole, shift = (torch.int32, 23 - fraction) if dtype == torch.float32 else (torch.int16, 7 - fraction)
     bits = codes.view(torch.int8).to(whole)
     bits <<= shift
     bits &= (0x7F << shift) + torch.iinfo(whole).min
-    return bits.view(dtype).mul_(2.0 ** (127 - bias))
+    return bits.view(dtype), 2.0 ** (127 - bias)
 
 
 _E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
