@@ -86,6 +86,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "no-cache": {"enable_prefix_caching": False},
     "speculating": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
     "preempting": {"num_gpu_blocks_override": 24, "max_model_len": 256},
+    "async": {"async_scheduling": True},
 }
 
 
