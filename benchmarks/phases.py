@@ -1,6 +1,6 @@
 """Static batching, prefill and decode in turn, and one token budget: one workload on all three schedulers.
 
-    .venv/bin/python -m benchmarks.phases [--quick] [--real] [--times bundled|h100|FILE] [--save-times FILE]
+    .venv/bin/python -m benchmarks.phases [--quick] [--real] [--times bundled|h100|FILE] [--part PART...]
 
 Simulated by default: the real schedulers on a virtual clock, with step times that are measured on the
 bundled engine first (10 s), those of a file, or a roofline estimate of an 8B model on an H100. ``--real``
@@ -37,6 +37,7 @@ from engine.step import StepOutput, StepPlan
 from engine.step_times import StepTimes
 
 PHASES = ("static", "two-track", "unified")
+PARTS = ("picture", "online", "offline", "memory")
 VOCABULARY = 49_000
 
 
@@ -179,20 +180,22 @@ def table(title: str, rows: Iterator[Row]) -> None:
         )
 
 
-def compare(setting: Setting, count: int, seed: int) -> None:
-    print(f"\n=== {setting.name}; {setting.config.max_num_seqs} sequences")
-    online = heavy_tailed(count, setting.rate, seed)
+def online(setting: Setting, count: int, seed: int) -> None:
+    requests = heavy_tailed(count, setting.rate, seed)
     small = setting.config.max_num_batched_tokens // 8
     ways: dict[str, dict[str, object]] = {phase: {"scheduler": phase} for phase in PHASES}
     ways[f"unified, budget {small}"] = {"max_num_batched_tokens": small}
     table(
         f"Online, heavy-tailed answers: {count} requests, {setting.rate:g} a second",
-        (run(setting, online, label, **flags) for label, flags in ways.items()),
+        (run(setting, requests, label, **flags) for label, flags in ways.items()),
     )
-    offline = equal(4 * setting.config.max_num_seqs, seed)
+
+
+def offline(setting: Setting, seed: int) -> None:
+    requests = equal(4 * setting.config.max_num_seqs, seed)
     table(
-        f"Offline, everybody the same (128 in, 64 out): {len(offline)} requests at once",
-        (run(setting, offline, phase, scheduler=phase) for phase in PHASES),
+        f"Offline, everybody the same (128 in, 64 out): {len(requests)} requests at once",
+        (run(setting, requests, phase, scheduler=phase) for phase in PHASES),
     )
 
 
@@ -219,12 +222,24 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
+    parser.add_argument(
+        "--part", choices=PARTS, nargs="+", default=PARTS, help="which of the tables (default: all)"
+    )
     options = parser.parse_args()
-    four_requests()
+    parts, seed = options.part, options.seed
+    if "picture" in parts:
+        four_requests()
+    if parts == ["picture"]:
+        return
     short = options.quick or options.real
     setting = make_setting(options)
-    compare(setting, 40 if short else 600, options.seed)
-    pressure(setting, setting.config.max_num_seqs * (1 if short else 3), options.seed)
+    print(f"\n=== {setting.name}; {setting.config.max_num_seqs} sequences")
+    if "online" in parts:
+        online(setting, 40 if short else 600, seed)
+    if "offline" in parts:
+        offline(setting, seed)
+    if "memory" in parts:
+        pressure(setting, setting.config.max_num_seqs * (1 if short else 3), seed)
 
 
 if __name__ == "__main__":
