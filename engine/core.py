@@ -147,6 +147,7 @@ class EngineCore:
             from engine.runner import ModelRunner  # torch: only where a model is computed
 
             runner = ModelRunner(config)
+            config = runner.config  # with what its device has
         self.config = config.resolved(runner.max_model_len)
         self.config.validate()
         self.runner = runner

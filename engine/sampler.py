@@ -132,6 +132,10 @@ class Sampler:
             self._uniforms(rows, RESIDUAL),
         )
 
+    def _target(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
+        """The distributions that the rows [R, vocab], which are overwritten, are to be drawn from."""
+        return _probabilities(_scale(logits, rows), rows)
+
     def _uniforms(self, rows: Sequence[SampleRow], purpose: int = TARGET) -> torch.Tensor:
         """[R, 1]"""
         values = [self.uniform(row.params, row.position, purpose) for row in rows]

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
+from contextlib import AbstractContextManager
 
+import numpy as np
 import torch
 
 from engine.config import GIB, ConfigError, EngineConfig
+from engine.kernels.base import Batch, Kernels
+from engine.sampler import Sampler
+
+CPU = torch.device("cpu")
 
 logger = logging.getLogger("vtune.kernels")
 
@@ -19,10 +26,10 @@ LARGEST_DEFAULT_CAPTURE = 512
 def pick_device() -> torch.device:
     """The first GPU that torch and Triton can use, else the CPU. ``CUDA_VISIBLE_DEVICES=`` hides GPUs."""
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        return CPU
     if importlib.util.find_spec("triton") is None:
         logger.warning("a GPU is here, but not triton (pip install triton): using the CPU")
-        return torch.device("cpu")
+        return CPU
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -31,6 +38,41 @@ def memory_of(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def held_by_others(device: torch.device) -> int:
+    """Bytes of a GPU that are in use but not torch's: libraries, kernels, other processes."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free - torch.cuda.memory_reserved(device))
+
+
+def place_on(device: torch.device) -> AbstractContextManager[object]:
+    """Within it tensors are made on the device where nothing else is said; on the CPU they are anyway."""
+    return contextlib.nullcontext() if device.type == "cpu" else device
+
+
+def idle_batch(sequences: int, each: int) -> Batch:
+    """Sequences of ``each`` tokens that read no cache and write none."""
+    tokens = sequences * each
+    return Batch(
+        positions=np.zeros(tokens, dtype=np.int32),
+        slots=np.full(tokens, -1, dtype=np.int32),
+        query_start=np.arange(0, tokens + 1, each, dtype=np.int32),
+        context_lens=np.zeros(sequences, dtype=np.int32),
+        tables=np.zeros(0, dtype=np.int32),
+        table_start=np.zeros(sequences + 1, dtype=np.int32),
+    )
+
+
+def make_sampler(seed: int, kernels: Kernels) -> Sampler:
+    """The sampler of the device that ``kernels`` are for."""
+    if kernels.device.type == "cpu":
+        return Sampler(seed, kernels.argmax)
+    from engine.kernels.triton.sampler import DeviceSampler
+
+    return DeviceSampler(seed)
 
 
 def check_free_memory(device: torch.device, utilization: float) -> None:
