@@ -111,7 +111,7 @@ class LabScheduler(ABC):
         assert {id(request) for request in alive} == {id(request) for request in self._requests.values()}
         for request in self.running:
             assert request.status is RequestStatus.RUNNING
-            assert request.num_computed_tokens < request.num_tokens
+            assert request.num_computed_tokens <= request.num_tokens
         for request in queued:
             assert request.status is not RequestStatus.RUNNING
             assert not request.status.finished
