@@ -12,6 +12,7 @@ import typer
 
 import loadgen.compare_command
 import loadgen.counters_command
+import loadgen.record_command
 import loadgen.sweep_command
 import loadgen.trace_command
 from loadgen.options import Connection, Load, with_options
@@ -39,6 +40,7 @@ def mount(app: typer.Typer) -> None:
     loadgen.sweep_command.mount(bench)
     loadgen.compare_command.mount(bench)
     loadgen.counters_command.mount(bench)
+    loadgen.record_command.mount(bench)
     loadgen.trace_command.mount(bench)
     app.add_typer(bench, name="bench")
 

@@ -162,6 +162,100 @@ class Framing:
         return True
 
 
+class RequestFraming:
+    """Takes one request apart as its bytes come; a body is kept up to ``MAX_BODY`` bytes."""
+
+    __slots__ = ("_body", "_data", "_left", "_length", "begun", "method", "path")
+
+    MAX_BODY = 64 << 20
+
+    def __init__(self) -> None:
+        self.method = self.path = ""
+        self.begun = False
+        self._data = bytearray()
+        self._body = bytearray()
+        self._left: int | None = None
+        """Bytes of the body, or of its current chunk, that are still to come; None: not in either."""
+        self._length: int | None = None
+        """Of the whole body; None while the head is not read, -1 for chunks."""
+
+    @property
+    def body(self) -> bytes:
+        return bytes(self._body)
+
+    def feed(self, data: bytes) -> bytes | None:
+        """Take bytes: None while the request goes on, else those after its end.
+
+        Raises MalformedResponse for what is no HTTP/1.x request.
+        """
+        self.begun = True
+        self._data += data
+        if self._length is None and not self._take_head():
+            return None
+        done = self._take_chunks() if self._length == -1 else self._take_length()
+        return bytes(self._data) if done else None
+
+    def _take_head(self) -> bool:
+        while self._data.startswith(b"\r\n"):  # allowed before a request
+            del self._data[:2]
+        end = self._data.find(_HEAD_END)
+        if end < 0:
+            if len(self._data) > _MAX_HEAD:
+                raise MalformedResponse(f"not an HTTP/1.x request: {bytes(self._data[:80])!r}")
+            return False
+        line, *lines = bytes(self._data[:end]).split(b"\r\n")
+        parts = line.split(b" ")
+        if len(parts) != 3 or not parts[2].startswith(_STATUS_LINE):
+            raise MalformedResponse(f"not an HTTP/1.x request line: {line[:80]!r}")
+        self.method, self.path = (part.decode("latin-1") for part in parts[:2])
+        head = parse_head(b"\r\n".join([b"HTTP/1.1 200", *lines]))
+        self._length = -1 if head.chunked else head.content_length or 0
+        self._left = None if head.chunked else self._length
+        del self._data[: end + 4]
+        return True
+
+    def _take_length(self) -> bool:
+        assert self._left is not None
+        self._take_body(min(self._left, len(self._data)))
+        return self._left == 0
+
+    def _take_body(self, count: int) -> None:
+        assert self._left is not None
+        if len(self._body) + count > self.MAX_BODY:
+            raise MalformedResponse(f"a request body of more than {self.MAX_BODY} bytes")
+        self._body += self._data[:count]
+        del self._data[:count]
+        self._left -= count
+
+    def _take_chunks(self) -> bool:
+        while True:
+            if self._left:
+                self._take_body(min(self._left, len(self._data)))
+                if self._left:
+                    return False
+            if self._left == 0:  # the line end after a chunk
+                if len(self._data) < 2:
+                    return False
+                del self._data[:2]
+                self._left = None
+            end = self._data.find(b"\r\n")
+            if end < 0:
+                return False
+            size = _chunk_size(bytes(self._data[:end]))
+            if size:
+                del self._data[: end + 2]
+                self._left = size
+                continue
+            if self._data.startswith(b"\r\n", end + 2):
+                del self._data[: end + 4]
+                return True
+            trailer = self._data.find(_HEAD_END, end)
+            if trailer < 0:
+                return False
+            del self._data[: trailer + 4]
+            return True
+
+
 def _chunk_size(line: bytes) -> int:
     text = line.split(b";", 1)[0].strip()
     try:
