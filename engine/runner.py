@@ -38,7 +38,7 @@ from engine.sampler import Drawn, Sampler, SampleRow
 from engine.spec.make import ProposerFactory, make_proposer
 from engine.spec.proposer import TargetStep
 from engine.spec.rejection import accept
-from engine.step import PLACEHOLDER_TOKEN_ID, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
+from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 from engine.weights import open_checkpoint, resolve_model
 
 INPUT_BYTES = 64
@@ -256,6 +256,9 @@ class ModelRunner:
         rows = [row for item in verify for row in self._sample_rows(item)]
         _keep_form(logits, verify)
         sampled, logprobs = self._sampler.sample(logits, rows)
+        requests = [item.request for item in verify]
+        if len(rows) == len(requests) and all(r.sampling.logprobs is None for r in requests):
+            return StepResult(OneEach(requests, sampled))
         tokens: dict[str, list[int]] = {}
         found: dict[str, list[TokenLogprobs]] = {}
         for item in verify:
