@@ -28,7 +28,7 @@ from engine.protocol import (
 )
 from engine.request import SamplingParams
 from engine.responses import ChatWriter, Choice, CompletionWriter, Writer
-from engine.tokenizer import ChatTemplateError, Tokenizer
+from engine.tokenizer import ChatTemplateError, NoTokenizerError, Tokenizer
 
 T = TypeVar("T")
 logger = logging.getLogger("vtune.api")
@@ -174,7 +174,10 @@ class Api:
         """Raises RequestError for an empty prompt, or an id outside the vocabulary."""
         if isinstance(prompt, str):
             encode = self._frontend.tokenizer.encode
-            ids = await _in_thread_if_long(len(prompt), encode, prompt, add_special_tokens)
+            try:
+                ids = await _in_thread_if_long(len(prompt), encode, prompt, add_special_tokens)
+            except NoTokenizerError as error:
+                raise RequestError(str(error), "prompt") from None
         else:
             ids = list(prompt)
         if not ids:

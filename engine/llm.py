@@ -89,7 +89,8 @@ class LLM:
             flags["speculative_config"] = SpeculativeConfig.parse(speculative)
         config = EngineConfig(model=model, **flags)
         path = resolve_model(model)
-        self.tokenizer = Tokenizer.load(resolve_model(config.tokenizer) if config.tokenizer else path)
+        tokenizer = resolve_model(config.tokenizer) if config.tokenizer else path
+        self.tokenizer = Tokenizer.load(tokenizer, config.load_format)
         self._model = load_model_config(path, config.load_format)
         self.core = EngineCore(config, runner)
         self._num_requests = 0

@@ -50,7 +50,7 @@ def run_service(
     """Returns the exit code. Raises ModelError, EngineStartError or ServeError."""
     _raise_open_files_limit()
     model = load_model_config(paths.model, paths.load_format)
-    tokenizer = Tokenizer.load(paths.tokenizer)
+    tokenizer = Tokenizer.load(paths.tokenizer, paths.load_format)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(process, model, tokenizer, listener, options))
 

@@ -27,6 +27,10 @@ class ChatTemplateError(ValueError):
     """The model has no chat template, or the template refuses the messages."""
 
 
+class NoTokenizerError(ValueError):
+    """A text needs a tokenizer, and the model came without one."""
+
+
 class Tokenizer:
     """A model's tokenizer. Starts in about 0.2 s: transformers is not imported."""
 
@@ -38,8 +42,11 @@ class Tokenizer:
         self.chat_template = chat_template
 
     @classmethod
-    def load(cls, path: Path) -> Tokenizer:
-        """From a model directory with a ``tokenizer.json``, or a ``.gguf`` file. Raises ModelError."""
+    def load(cls, path: Path, load_format: str = "auto") -> Tokenizer:
+        """From a model directory with a ``tokenizer.json``, or a ``.gguf`` file. Raises ModelError.
+
+        A model of dummy weights may lack it: then a :class:`TokenIdsOnly` stands in.
+        """
         from tokenizers import Tokenizer as RustTokenizer
 
         if path.suffix == ".gguf":
@@ -49,6 +56,8 @@ class Tokenizer:
         directory = path if path.is_dir() else path.parent
         file = directory / "tokenizer.json"
         if not file.is_file():
+            if load_format == "dummy":
+                return TokenIdsOnly(file)
             raise ModelError(f"{file} is missing; name a directory that has one by --tokenizer")
         try:
             rust = RustTokenizer.from_file(str(file))
@@ -140,6 +149,43 @@ class Tokenizer:
             return environment.from_string(self.chat_template)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template does not compile: {error}") from error
+
+
+class TokenIdsOnly(Tokenizer):
+    """In the place of a tokenizer: prompts must be token ids, and the text of a token is its id: "<17>"."""
+
+    def __init__(self, missing: Path) -> None:
+        self._missing = missing
+        self.chat_template = None
+
+    @property
+    def vocab_size(self) -> int:
+        return 0
+
+    def to_json(self) -> str:
+        raise self._error("there is no tokenizer to give")
+
+    def token_id(self, token: str) -> int | None:
+        return None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        raise self._error("a text cannot be made into tokens")
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(f"<{token_id}>" for token_id in token_ids)
+
+    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
+        return [self.token_text(token_id) for token_id in token_ids]
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        raise ChatTemplateError(str(self._error("a chat cannot be made into a prompt")))
+
+    def _error(self, what: str) -> NoTokenizerError:
+        return NoTokenizerError(
+            f"{what}: {self._missing} is missing. Give prompts as token ids, or start with --tokenizer"
+        )
 
 
 def _find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
