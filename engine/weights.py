@@ -146,4 +146,4 @@ class DummyCheckpoint:
             elif name.endswith("bias"):
                 yield name, torch.zeros(shape)
             else:
-                yield name, torch.empty(shape).normal_(0.0, 0.02, generator=generator)
+                yield name, torch.empty(shape, device="cpu").normal_(0.0, 0.02, generator=generator)

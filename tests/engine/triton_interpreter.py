@@ -25,6 +25,7 @@ try:
         random,
         rejection,
         rope,
+        sampler,
         sampling,
     )
 finally:
@@ -39,5 +40,6 @@ __all__ = [
     "random",
     "rejection",
     "rope",
+    "sampler",
     "sampling",
 ]

@@ -44,7 +44,9 @@ def gate_mul(gate_up: torch.Tensor, out: torch.Tensor, activation: Activation = 
     rows, width = out.shape
     if rows:
         grid = (rows, triton.cdiv(width, BLOCK))
-        _gate_mul[grid](gate_up, out, WIDTH=width, GELU=activation == "gelu_tanh", BLOCK=BLOCK)
+        _gate_mul[grid](
+            gate_up, out, WIDTH=width, GELU=activation == "gelu_tanh", BLOCK=BLOCK, enable_fp_fusion=True
+        )
 
 
 def gate_mul_reference(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:

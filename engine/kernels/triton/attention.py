@@ -385,6 +385,7 @@ def attention(
         "SCALED": shape.kv_format.scaled,
         "num_warps": tiling.num_warps,
         "num_stages": tiling.num_stages,
+        "enable_fp_fusion": True,
     }
     if tiles.segments == 1:
         _attention[(count, shape.num_kv_heads)](*inputs, out, *where, *rest, **sizes, **options)
@@ -393,7 +394,7 @@ def attention(
     grid = (count, shape.num_kv_heads, tiles.segments)
     _attention_split[grid](*inputs, *parts, *where, *rest, SEGMENTS=tiles.segments, **sizes, **options)
     grid = (count, shape.num_heads, tiling.tokens(shape.group))
-    _reduce[grid](*parts, out, *where, SEGMENTS=tiles.segments, **sizes, num_warps=2)
+    _reduce[grid](*parts, out, *where, SEGMENTS=tiles.segments, **sizes, num_warps=2, enable_fp_fusion=True)
 
 
 def _partials(

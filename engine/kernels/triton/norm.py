@@ -65,6 +65,7 @@ def rms_norm(
         BLOCK=block,
         HAS_RESIDUAL=residual is not None,
         num_warps=min(max(block // 512, 1), 16),
+        enable_fp_fusion=True,
     )
 
 

@@ -141,6 +141,7 @@ def reject(target: torch.Tensor, drafts: Drafts, longest: int) -> tuple[torch.Te
             WIDTH=longest + 1,
             BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
             num_warps=8,
+            enable_fp_fusion=True,
         )
     return tokens, counts
 

@@ -129,6 +129,7 @@ def rope_and_store(
         KV=code_of(shape.kv_format),
         SCALED=shape.kv_format.scaled,
         num_warps=2 if shape.group * half <= 512 else 4,
+        enable_fp_fusion=True,
     )
 
 

@@ -15,8 +15,8 @@ SEEDS = 1 << 63
 
 
 class DeviceSampler(Sampler):
-    """Draws by Philox, where the CPU inverts sums: a seed gives the same tokens again, in any batch, but
-    not those that the CPU gives. Where logits are equal at the edge of top-k or top-p, all of them are kept."""
+    """Draws by Philox, where the CPU inverts sums: a seed gives the same tokens again, in any batch, but not
+    those that the CPU gives. Of equal logits at the edge of top-k or top-p all are kept."""
 
     def _choose(self, logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[int]:
         drawn = [i for i, row in enumerate(rows) if row.params.temperature >= GREEDY_BELOW]

@@ -142,6 +142,7 @@ def sample(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
             VOCAB=vocab,
             BLOCK=min(BLOCK, triton.next_power_of_2(vocab)),
             num_warps=8,
+            enable_fp_fusion=True,
         )
     return tokens
 
