@@ -83,8 +83,9 @@ class EagleProposer(NetworkProposer):
             row += item.num_tokens
         return spans
 
-    def _features(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _features(self, target_hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The target's hidden states as its output head sees them: behind the final norm."""
+        hidden = target_hidden[rows]
         normed = torch.empty_like(hidden)
         self._target.kernels.rms_norm(hidden, self._target.norm, self._target.config.rms_norm_eps, normed)
         return normed

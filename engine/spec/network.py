@@ -111,9 +111,9 @@ class NetworkProposer(Proposer):
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits [R, vocab] of rows of the residual stream; may be overwritten."""
 
-    def _features(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What ``_forward`` wants of the target's residual stream [T, hidden]."""
-        return hidden
+    def _features(self, target_hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """What ``_forward`` wants of rows of the target's residual stream [T, hidden]."""
+        return target_hidden
 
     def _drafted(self, drafts: dict[str, list[int]]) -> None:
         """Told of what was proposed; the KV of all drafts but the last is computed."""
@@ -135,7 +135,7 @@ class NetworkProposer(Proposer):
                 np.array([len(part.tokens) for part in parts], dtype=np.int32),
                 self._block_size,
             )
-            features = self._features(target_hidden[torch.from_numpy(rows)])
+            features = self._features(target_hidden, torch.from_numpy(rows))
             hidden = self._forward(tokens, features, batch)
             last[places] = hidden[torch.from_numpy(batch.query_start[1:] - 1).long()]
         return last
