@@ -85,7 +85,9 @@ WAVES = (
 """Prompts and decodes, few and many, short and long, apart and mixed: about 10,000 tokens."""
 
 
-def calibrate(config: EngineConfig, runner: Runner | None = None) -> tuple[StepTimes, list[StepSample]]:
+def calibrate(
+    config: EngineConfig, runner: Runner | None = None, clock: Callable[[], float] = time.perf_counter
+) -> tuple[StepTimes, list[StepSample]]:
     """Measure the steps of an engine of this config, and fit: half a minute on the bundled model.
 
     ``runner=None`` loads ``config.model``. Leave the machine alone meanwhile. Raises as EngineCore does.
@@ -94,7 +96,7 @@ def calibrate(config: EngineConfig, runner: Runner | None = None) -> tuple[StepT
         from engine.runner import ModelRunner  # torch: only where a model is computed
 
         runner = ModelRunner(config)
-    recording = RecordingRunner(runner)
+    recording = RecordingRunner(runner, clock)
     core = EngineCore(config, recording)
     for number, wave in enumerate((WAVES[1], *WAVES)):
         _run(core, wave, number)
@@ -102,12 +104,12 @@ def calibrate(config: EngineConfig, runner: Runner | None = None) -> tuple[StepT
         if number == 0:
             recording.samples.clear()  # it found caches cold and threads asleep
     samples = recording.samples
-    moved = _block_seconds(core, runner)
+    moved = _block_seconds(core, runner, clock)
     times = fit_step_times(samples, source=f"{len(samples)} steps of {config.served_name} on this machine")
     return replace(times, per_moved_block=moved), samples
 
 
-def _block_seconds(core: EngineCore, runner: Runner) -> float:
+def _block_seconds(core: EngineCore, runner: Runner, clock: Callable[[], float]) -> float:
     """Seconds to copy a KV block between device and host."""
     count = min(MOVED_BLOCKS, core.memory_plan.num_blocks - 1)
     runner.allocate_host(count)
@@ -115,9 +117,9 @@ def _block_seconds(core: EngineCore, runner: Runner) -> float:
     back = tuple((host, device) for device, host in out)
     seconds = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = clock()
         runner.execute(StepPlan(0, (), token_budget=0, swap_out=out, swap_in=back))
-        seconds.append(time.perf_counter() - began)
+        seconds.append(clock() - began)
     return statistics.median(seconds) / (2 * count)
 
 

@@ -170,10 +170,12 @@ class EngineCore:
         self._in_flight: _InFlight | None = None
 
     def _num_host_blocks(self) -> int:
-        """Blocks of the swap space; 0 where nobody swaps."""
-        if self.config.preemption_mode != "swap":
+        """Blocks of the swap space, no more than everybody who can run would fill; 0 where nobody swaps."""
+        config, plan = self.config, self.memory_plan
+        if config.preemption_mode != "swap":
             return 0
-        return int(self.config.swap_space * GIB) // (self.runner.kv_bytes_per_token * self.config.block_size)
+        room = int(config.swap_space * GIB) // (self.runner.kv_bytes_per_token * config.block_size)
+        return min(room, config.max_num_seqs * -(-plan.max_model_len // config.block_size))
 
     @property
     def has_unfinished(self) -> bool:

@@ -189,7 +189,7 @@ def _relative_nnls(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray
     """Non-negative least squares on relative errors, without the worst; and the mean of what is left."""
     from scipy.optimize import nnls
 
-    scaled = columns / seconds[:, None]
+    scaled = columns / np.maximum(seconds, 1e-9)[:, None]  # a coarse clock may say 0
     widths = np.maximum(scaled.max(axis=0), 1e-300)  # so that seconds and pairs are of one size to the solver
 
     def solve(rows: np.ndarray) -> np.ndarray:

@@ -52,6 +52,11 @@ class TwoTrackScheduler(LabScheduler):
     def num_waiting(self) -> int:
         return len(self.waiting) + len(self.swapped)
 
+    @property
+    def num_free_host_blocks(self) -> int:
+        """What is left of the swap space."""
+        return len(self._free_host)
+
     def schedule(self) -> StepPlan:
         step = _Step()
         stop = AdmissionStop.SWAPPED if self.swapped else self._prefill(step)
@@ -110,7 +115,7 @@ class TwoTrackScheduler(LabScheduler):
         self.stats.num_preemptions += 1
         step.preempted.append(request)
         swaps = self.config.preemption_mode == "swap"
-        if swaps and len(request.block_ids) <= len(self._free_host):
+        if swaps and len(request.block_ids) <= self.num_free_host_blocks:
             table = [self._free_host.pop() for _ in request.block_ids]
             step.swap_out += zip(request.block_ids, table, strict=True)
             self._host_tables[request.request_id] = table
