@@ -52,7 +52,7 @@ class KVFormat:
     ) -> torch.Tensor:
         """What :meth:`quantize` was given, rounded; ``stored`` as ``held_as`` has it, with whatever strides.
         The result is contiguous."""
-        out = torch.empty(stored.shape, dtype=dtype)
+        out = torch.empty(stored.shape, dtype=dtype, device=stored.device)
         if self.storage in _FP8:
             stored, factor = _widen_fp8(stored, *_FP8[self.storage], dtype)
             if scales is None:
