@@ -135,6 +135,14 @@ class BlockPool:
             hashes[block] = block_hash
             insert(block_hash, block)
 
+    def drop_hashes(self, blocks: Iterable[int]) -> None:
+        """Forget what hashed blocks were declared to contain."""
+        for block in blocks:
+            block_hash = self._hashes[block]
+            assert block_hash is not None
+            self._index.remove(block_hash, block)
+            self._hashes[block] = None
+
     def reset_hashes(self) -> bool:
         """Forget all content, if every block is free; else change nothing and return False."""
         if self.num_free != self.num_blocks - 1:

@@ -100,13 +100,20 @@ class KVCacheManager:
         new: list[bytes] = []
         for request in requests:
             place, hashes = request.num_hashed_blocks, request.block_hashes
-            if len(hashes) == place:  # else it had come so far before it was preempted
-                parent = hashes[-1] if hashes else self._root(request)
-                hashes.append(sha256(parent + pack(*request.token_ids[-size:])).digest())
+            assert len(hashes) == place
+            parent = hashes[-1] if hashes else self._root(request)
+            hashes.append(sha256(parent + pack(*request.token_ids[-size:])).digest())
             blocks.append(request.block_ids[place])
             new.append(hashes[place])
             request.num_hashed_blocks = place + 1
         self.pool.set_hashes(blocks, new)
+
+    def forget(self, request: Request, num_tokens: int) -> None:
+        """Take the hashes off the blocks beyond the request's first ``num_tokens``: they were hashed in this
+        step, which now does not compute them."""
+        computed = num_tokens // self.block_size
+        self.pool.drop_hashes(request.block_ids[computed : request.num_hashed_blocks])
+        request.num_hashed_blocks = min(request.num_hashed_blocks, computed)
 
     def free(self, request: Request) -> None:
         """Give all blocks back. Their content stays findable until they are reused."""

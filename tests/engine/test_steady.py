@@ -292,6 +292,14 @@ def test_rows_that_end_are_told_with_their_reason() -> None:
     assert lab.running == ["goes on"]
 
 
+def test_logprobs_reach_their_output() -> None:
+    lab = Lab()
+    (request,) = running(lab, 5)
+    entry = TokenLogprobs(0, -0.5, 1)
+    output = lab.update(lab.schedule(), StepResult(OneEach([request], [0]), logprobs={"r0": [entry]}))
+    assert output.outputs[0].logprobs == (entry,)
+
+
 @pytest.mark.parametrize("flags", [{"async_scheduling": True}])
 def test_it_is_off_where_a_step_is_never_plain(flags: dict[str, Any]) -> None:
     assert not Lab(**flags).scheduler.steady_path
