@@ -50,8 +50,8 @@ def resident(pid: int) -> Counter[str]:
 
 def _owner(path: str) -> str:
     name = Path(path).name
-    if not path or path.startswith("["):
-        return "anonymous"
+    if not path or path.startswith(("[", "/dev/zero", "/memfd")):
+        return "anonymous memory"
     if "torch" in path and ".so" in name:
         return "torch's libraries"
     if ".safetensors" in name:
