@@ -71,7 +71,8 @@ class PrometheusMetrics:
         """Add one step."""
         self._running.set(stats.num_running)
         self._waiting.set(stats.num_waiting)
-        self._waiting_capacity.set(stats.num_waiting)
+        self._waiting_capacity.set(stats.num_waiting - stats.num_deferred)
+        self._waiting_deferred.set(stats.num_deferred)
         self._kv_usage.set(stats.kv_usage)
         self._prefix_queries.inc(stats.prefix_queries)
         self._prefix_hits.inc(stats.prefix_hits)
@@ -127,7 +128,7 @@ class PrometheusMetrics:
             "Waiting requests: 'capacity' wait for room, 'deferred' for something else.",
             reason=("capacity", "deferred"),
         )
-        self._waiting_capacity = reasons["capacity"]
+        self._waiting_capacity, self._waiting_deferred = reasons["capacity"], reasons["deferred"]
         self._kv_usage = self._gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.")
         info = {**{name: str(value) for name, value in cache_info.items()}, "engine": "0"}
         Gauge(

@@ -167,6 +167,7 @@ class UnifiedScheduler:
             preempted=tuple([request.request_id for request in step.preempted]),
             num_running=len(self.running),
             num_waiting=len(self.waiting),
+            num_deferred=len(step.aside),
             free_blocks=self.kv.pool.num_free,
             admission_stop=stop if self.waiting else None,
             failed=tuple(step.failed),

@@ -45,6 +45,8 @@ class StepStats:
 
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
+    """Of these, who wait for something else than room."""
     kv_usage: float = 0.0
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -103,6 +105,7 @@ class StepObserver:
         self._scheduler, self._clock = scheduler, clock
         self._timelines: dict[str, _Timeline] = {}
         self._seen = (0, 0, 0)
+        self._num_deferred = 0
 
     def queued(self, request: Request) -> None:
         """``request`` has just entered the scheduler."""
@@ -111,6 +114,7 @@ class StepObserver:
     def observe(self, plan: StepPlan, output: StepOutput, started_at: float) -> StepStats:
         """The figures of one step, at its end. ``started_at`` is when it was scheduled, on the same clock."""
         now = self._clock()
+        self._num_deferred = plan.num_deferred
         for request_id in plan.admitted_with_computed:
             timeline = self._timelines.get(request_id)
             if timeline is not None and timeline.scheduled is None:
@@ -199,6 +203,7 @@ class StepObserver:
         return StepStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_deferred=min(self._num_deferred, scheduler.num_waiting),
             kv_usage=scheduler.kv_usage,
             prefix_queries=queries,
             prefix_hits=hits,

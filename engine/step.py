@@ -136,6 +136,8 @@ class StepPlan:
     preempted: tuple[str, ...] = ()
     num_running: int = 0
     num_waiting: int = 0
+    num_deferred: int = 0
+    """Of these, who was passed over for want of something else than room, such as a grammar."""
     free_blocks: int = 0
     """Free blocks right after scheduling (cached blocks without references count as free)."""
     admission_stop: AdmissionStop | None = None
