@@ -13,7 +13,7 @@ import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"
 try:
-    pytest.importorskip("triton", reason="triton is for Linux only")
+    triton = pytest.importorskip("triton", reason="triton is for Linux only")
     # The interpreter imports it at the first launch, when it would ask for the variable again.
     importlib.import_module("triton.experimental.gluon")
     from engine.kernels.triton import (
@@ -30,6 +30,9 @@ try:
     )
 finally:
     del os.environ["TRITON_INTERPRET"]
+
+if isinstance(quantise.widen, triton.JITFunction):
+    raise RuntimeError("triton was imported before triton_interpreter: it would compile, not interpret")
 
 __all__ = [
     "activation",
