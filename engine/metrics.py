@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -36,6 +37,13 @@ def token_buckets(limit: int) -> tuple[int, ...]:
         buckets += [step * decade for step in (1, 2, 5) if step * decade <= limit]
         decade *= 10
     return tuple(buckets)
+
+
+class _Histogram(Histogram):
+    def observe_times(self, amount: float, count: int) -> None:
+        """Observe ``amount`` so many times."""
+        self._sum.inc(amount * count)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
 
 
 class PrometheusMetrics:
@@ -103,8 +111,8 @@ class PrometheusMetrics:
         self._iteration_tokens.observe(computed + stats.generation_tokens)
         for latency in stats.first_token_latencies:
             self._first_token.observe(latency)
-        for latency in stats.inter_token_latencies:
-            self._inter_token.observe(latency)
+        for latency, count in stats.inter_token_latencies:
+            self._inter_token.observe_times(latency, count)
 
     def _record_finished(self, finished: FinishedStats) -> None:
         self._success[finished.reason].inc()
@@ -217,6 +225,6 @@ class PrometheusMetrics:
         family = Counter(f"vllm:{name}", text, [*self._labels, label], registry=self.registry)
         return {option: family.labels(**self._labels, **{label: option}) for option in options}
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        family = Histogram(f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> _Histogram:
+        family = _Histogram(f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=self.registry)
         return family.labels(**self._labels)

@@ -13,12 +13,13 @@ One difference, on purpose: a preemption counts when the victim is preempted, no
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from engine.request import Request, RequestStatus
-from engine.step import StepOutput, StepPlan
+from engine.step import Outputs, StepOutput, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,8 @@ class StepStats:
     generation_tokens: int = 0
     had_output: bool = False
     first_token_latencies: tuple[float, ...] = ()
-    inter_token_latencies: tuple[float, ...] = ()
+    inter_token_latencies: tuple[tuple[float, int], ...] = ()
+    """Seconds, and for how many requests: those that put something out in the same two steps share theirs."""
     finished: tuple[FinishedStats, ...] = ()
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -94,8 +96,6 @@ class _Timeline:
     queued: float
     scheduled: float | None = None
     first_token: float | None = None
-    last_token: float | None = None
-    generated: int = 0
 
 
 class StepObserver:
@@ -104,6 +104,8 @@ class StepObserver:
     def __init__(self, scheduler: ObservedScheduler, clock: Callable[[], float] = time.monotonic) -> None:
         self._scheduler, self._clock = scheduler, clock
         self._timelines: dict[str, _Timeline] = {}
+        self._last_token: dict[str, float] = {}
+        """When each request put out its last token, beside the timelines to be updated in one go."""
         self._seen = (0, 0, 0)
         self._num_deferred = 0
 
@@ -119,34 +121,26 @@ class StepObserver:
             timeline = self._timelines.get(request_id)
             if timeline is not None and timeline.scheduled is None:
                 timeline.scheduled = started_at
-        first_latencies, inter_latencies = [], []
-        prompt_tokens = cached_tokens = generated = 0
-        for item in output.outputs:
-            timeline = self._timelines.get(item.request_id)
-            if timeline is None or not item.token_ids:
-                continue
-            generated += len(item.token_ids)
-            timeline.generated += len(item.token_ids)
-            if timeline.last_token is None:
-                timeline.first_token = now
-                first_latencies.append(now - timeline.request.arrival_time)
-                prompt_tokens += timeline.request.num_prompt_tokens
-                cached_tokens += timeline.request.num_cached_tokens
-            else:
-                inter_latencies.append(now - timeline.last_token)
-            timeline.last_token = now
+        outputs = Outputs.of(output.outputs)
+        request_ids = outputs.with_tokens()
+        # One pass in C over the requests of a step: most put their last token out at the same moment.
+        before = Counter(map(self._last_token.get, request_ids))
+        begun = self._begin(request_ids, now) if before.pop(None, 0) else []
+        self._last_token.update(dict.fromkeys(request_ids, now))
         finished = tuple(
             self._finish(request.request_id, request.status, now)
             for request in output.finished
             if request.request_id in self._timelines
         )
         return self._stats(
-            prompt_tokens=prompt_tokens,
-            prompt_tokens_cached=cached_tokens,
-            generation_tokens=generated,
-            had_output=bool(output.outputs),
-            first_token_latencies=tuple(first_latencies),
-            inter_token_latencies=tuple(inter_latencies),
+            prompt_tokens=sum(request.num_prompt_tokens for request in begun),
+            prompt_tokens_cached=sum(request.num_cached_tokens for request in begun),
+            generation_tokens=outputs.num_tokens,
+            had_output=bool(outputs),
+            first_token_latencies=tuple(now - request.arrival_time for request in begun),
+            inter_token_latencies=tuple(
+                (now - last, count) for last, count in before.items() if last is not None
+            ),
             finished=finished,
             num_drafts=output.num_drafts,
             num_draft_tokens=output.num_draft_tokens,
@@ -171,12 +165,20 @@ class StepObserver:
         """Gauges alone, where something changed and no step follows."""
         return self._stats()
 
+    def _begin(self, request_ids: Sequence[str], now: float) -> list[Request]:
+        """Those of the requests whose first token this is."""
+        begun = [self._timelines[name] for name in request_ids if name not in self._last_token]
+        for timeline in begun:
+            timeline.first_token = now
+        return [timeline.request for timeline in begun]
+
     def _finish(self, request_id: str, status: RequestStatus, now: float) -> FinishedStats:
         timeline = self._timelines.pop(request_id)
         request = timeline.request
         scheduled = now if timeline.scheduled is None else timeline.scheduled
         first = scheduled if timeline.first_token is None else timeline.first_token
-        last = first if timeline.last_token is None else timeline.last_token
+        last = self._last_token.pop(request_id, first)
+        generated = request.num_output_tokens
         return FinishedStats(
             reason=status.value,
             e2e=now - request.arrival_time,
@@ -184,11 +186,9 @@ class StepObserver:
             prefill=first - scheduled,
             decode=last - first,
             inference=last - scheduled,
-            time_per_output_token=(last - first) / (timeline.generated - 1)
-            if timeline.generated > 1
-            else 0.0,
+            time_per_output_token=(last - first) / (generated - 1) if generated > 1 else 0.0,
             prompt_tokens=request.num_prompt_tokens,
-            generation_tokens=timeline.generated,
+            generation_tokens=generated,
             cached_tokens=request.num_cached_tokens,
             preemptions=request.num_preemptions,
             max_tokens=request.sampling.max_tokens,

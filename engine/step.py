@@ -250,6 +250,13 @@ class Outputs(Sequence[RequestOutput]):
         self.request_ids.append(request_id)
         self.token_ids.append(tokens[0] if tokens else PLACEHOLDER_TOKEN_ID)
 
+    def with_tokens(self) -> list[str]:
+        """The requests that any token came of: not those that were refused."""
+        empty = [row for row, output in self.others.items() if not output.token_ids]
+        if not empty:
+            return self.request_ids
+        return [name for row, name in enumerate(self.request_ids) if row not in empty]
+
     @property
     def num_tokens(self) -> int:
         more = sum(len(output.token_ids) for output in self.others.values())
