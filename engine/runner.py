@@ -114,7 +114,7 @@ class ModelRunner:
             self.kv_bytes_per_token += self._proposer.kv_bytes_per_token
 
     def _check_device(self, path: Path) -> None:
-        """Take into the config what the device has. Raises ConfigError or ModelError for what it cannot do."""
+        """Take into the config what the device has. Raises ConfigError or ModelError for what it cannot."""
         device, config = self._device, self.config
         warn_of_unused(config, device)
         _check_memory(self.model_config, self._max_model_len, self.dtype, path, device)
@@ -172,6 +172,7 @@ class ModelRunner:
     @torch.inference_mode()
     def _warm_up(self) -> None:
         """Compile kernels and record graphs, with steps that read no cache and write none."""
+        self._kernels.warm_up(self._caches)
         for sequences, each in (
             (1, self.config.max_num_batched_tokens),
             *((size, 1) for size in reversed(capture_sizes(self.config, self._device))),

@@ -192,6 +192,11 @@ class Kernels(ABC):
         A query at position p sees keys from ``p - window + 1`` on, window being that of the cache's kind.
         """
 
+    def warm_up(self, caches: Sequence[Any]) -> int:
+        """Do ahead what would make the first steps over ``caches`` slower than later ones. Returns how many
+        kernels were launched for it."""
+        return 0
+
     def run(self, step: Any, tokens: int, layers: Callable[[int], None]) -> None:
         """Compute the layers of a step of ``tokens`` tokens: ``layers(tokens)``, which works on the first so
         many rows of the workspace. A device may record what it launches, for more rows if it likes, and

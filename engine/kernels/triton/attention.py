@@ -423,7 +423,7 @@ def attention_reference(
             continue
         begin = int(batch.table_start[sequence])
         blocks = batch.tables[None, begin : begin + -(-context // shape.block_size)]
-        halves = (half.gather(blocks, q.dtype)[0, :, :context] for half in (cache.keys, cache.values))
+        halves = (half.gather(blocks, torch.float32)[0, :, :context] for half in (cache.keys, cache.values))
         keys, values = (half.float() for half in halves)
         queries = q[first:stop, : shape.query_size].float().unflatten(-1, (-1, shape.head_dim))
         scores = torch.einsum("thd,hnd->htn", queries, keys.repeat_interleave(shape.group, 0)) * shape.scale

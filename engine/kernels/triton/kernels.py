@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from engine.kernels.base import AttentionShape, Batch, Int32, Kernels, Linear
 from engine.kernels.cpu import Paged, TorchCache, TorchLinear
+from engine.kernels.device import idle_batch
 from engine.kernels.triton.activation import gate_mul
 from engine.kernels.triton.attention import (
     MAX_SEGMENTS,
@@ -165,6 +166,18 @@ class TritonKernels(Kernels):
             Tiles(where[2], where[3], self._long),
             size,
         )
+
+    def warm_up(self, caches: Sequence[TorchCache]) -> int:
+        """Compile attention for every number of segments: steps choose by their lengths."""
+        step, shape = self.begin(idle_batch(1, 1)), self.shape
+        qkv = torch.zeros(1, shape.query_size + 2 * shape.kv_size, dtype=self.dtype, device=self.device)
+        out = torch.empty(1, shape.query_size, dtype=self.dtype, device=self.device)
+        variants = [1 << power for power in range(MAX_SEGMENTS.bit_length())]
+        kinds = {cache.kind: cache for cache in caches}
+        for cache in kinds.values():
+            for segments in variants:
+                attention(qkv, cache, step.batch, replace(step.short, segments=segments), out, shape)
+        return len(variants) * len(kinds)
 
     def run(self, step: TritonStep, tokens: int, layers: Callable[[int], None]) -> None:
         if self._graphs is not None and step.captured:
