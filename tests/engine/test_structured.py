@@ -215,6 +215,7 @@ def test_others_run_while_a_grammar_is_compiled(slow: SlowCompiler) -> None:
     assert free.status is RequestStatus.FINISHED_LENGTH
     assert waits.status is RequestStatus.WAITING_FOR_GRAMMAR
     assert not core.step()[0].scheduled  # nothing to do, but to wait
+    assert (core.stats.num_waiting, core.stats.num_deferred) == (1, 1)
     slow.go.set()
     finish(core)
     assert (waits.status, len(text(waits)), set(text(waits)) <= set("ab")) == (
@@ -222,7 +223,7 @@ def test_others_run_while_a_grammar_is_compiled(slow: SlowCompiler) -> None:
         5,
         True,
     )
-    assert core.scheduler.kv_usage == 0
+    assert core.scheduler.kv_usage == core.stats.num_deferred == 0
 
 
 def test_the_order_of_arrival_is_kept(slow: SlowCompiler) -> None:
