@@ -8,8 +8,8 @@ Without ``--vllm`` ours alone is measured. No model is involved: each request ge
   Medians over steps of ``schedule()`` and of ``update()``, what they report to the outside included (vLLM:
   an EngineCoreOutput a request; ours: columns of ids and tokens, which is what the HTTP process is sent).
 - *replay*: a whole trace of arrivals. A virtual clock gives every step a time, and requests arrive by it; so
-  both sides make the same steps, which is checked. The sum over making the requests, adding them,
-  ``schedule()`` and ``update()``, and so over hashing, admission, blocks taken and evicted, and finishing.
+  both sides make the same steps, which is checked. Processor time summed over making the requests, adding
+  them, ``schedule()`` and ``update()``: hashing, admission, taking and evicting blocks, finishing.
 
 What is left out on both sides: making prompts, and what a runner would do. vLLM runs with its own Python and
 ``log_stats=False``, its cheapest. Both sides freeze what they have imported out of the garbage collector's
@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[1]
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 16384
 EOS, TOKEN = 2, 7
-clock = time.perf_counter
+clock, processor = time.perf_counter, time.process_time
 
 
 # -- the two sides ------------------------------------------------------------------------------
@@ -246,7 +246,8 @@ def steady(side: Side, running: int, steps: int) -> dict[str, float]:
     for i in range(running):
         prompt = [1000 + i, *range(100, 100 + 63 + i % BLOCK_SIZE)]
         side.add(str(i), prompt, max_tokens=1 << 12)
-    planned, updated = [], []
+    planned: list[float] = []
+    updated: list[float] = []
     gc.collect()
     while len(planned) < steps:
         begun = clock()
@@ -302,7 +303,7 @@ class Pace:
 def replay(
     side: Side, trace: Sequence[Arrival], speedup: float, max_num_seqs: int, pace: Pace
 ) -> dict[str, float]:
-    """Seconds spent in the scheduler over a whole trace, by what was called."""
+    """Processor seconds of the scheduler over a whole trace, by what was called."""
     side.start(max_num_seqs, 4096, 1 + 160_000 // BLOCK_SIZE)
     chance = random.Random(0)
     words = [chance.randrange(100, 900) for _ in range(2 * MAX_MODEL_LEN)]
@@ -317,16 +318,16 @@ def replay(
             place, arrival = coming.popleft()
             begin = chance.randrange(MAX_MODEL_LEN)
             prompt = [place, *words[begin : begin + arrival.prompt - 1]]
-            begun = clock()
+            begun = processor()
             side.add(str(place), prompt, arrival.output)
-            seconds["add"] += clock() - begun
-        begun = clock()
+            seconds["add"] += processor() - begun
+        begun = processor()
         plan = side.schedule()
-        between = clock()
+        between = processor()
         result = side.execute(plan)
-        resumed = clock()
+        resumed = processor()
         side.update(plan, result)
-        ended = clock()
+        ended = processor()
         seconds["schedule"] += between - begun
         seconds["update"] += ended - resumed
         count = side.num_tokens(plan)
@@ -359,6 +360,7 @@ class Child:
     """One side in a process of its own."""
 
     def __init__(self, python: str, side: str) -> None:
+        self._python = python
         self._process = subprocess.Popen(
             [python, "-m", "benchmarks.scheduler", "--serve", side],
             stdin=subprocess.PIPE,
@@ -385,7 +387,7 @@ class Child:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{' '.join(map(str, self._process.args))} ended with {self._process.wait()}")
+            raise SystemExit(f"{self._command} ended with {self._process.wait()}")
         return json.loads(line)
 
 
@@ -484,7 +486,8 @@ def main() -> None:
             print(side.name)
         if options.vllm is None:
             print("vLLM was not measured: give --vllm the Python of its environment")
-        report_steady(sides, options.sizes, steps, repeats)
+        if options.sizes:
+            report_steady(sides, options.sizes, steps, repeats)
         if options.trace is not None:
             report_replay(sides, options.trace, limit, options.speedup, options.max_num_seqs, repeats)
 
