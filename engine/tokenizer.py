@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine.chat_template import compile_template, find_chat_template
 from engine.gguf_checkpoint import GgufCheckpoint
 from engine.model_error import ModelError
 from engine.weights import read_json
@@ -63,9 +62,11 @@ class Tokenizer:
             rust = RustTokenizer.from_file(str(file))
         except Exception as error:  # the binding raises bare Exception
             raise ModelError(f"{file}: not a readable tokenizer ({error})") from None
-        config_file = directory / "tokenizer_config.json"
-        config = read_json(config_file) if config_file.is_file() else {}
-        return cls(rust, config, _find_chat_template(directory, config))
+        config: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):  # the older file, and the newer
+            if (config_file := directory / name).is_file():
+                config |= read_json(config_file)
+        return cls(rust, config, find_chat_template(directory, config))
 
     @property
     def vocab_size(self) -> int:
@@ -117,38 +118,24 @@ class Tokenizer:
     @cached_property
     def _special_tokens(self) -> dict[str, str]:
         names = ("bos_token", "eos_token", "unk_token", "pad_token")
-        values = {name: self._config.get(name) for name in names}
-        return {
-            name: value["content"] if isinstance(value, dict) else value
-            for name, value in values.items()
-            if value is not None
-        }
+        values = {name: _content(self._config.get(name)) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
 
     @cached_property
     def _template(self) -> jinja2.Template | None:
         """The compiled template, in the same sandbox and with the same helpers that transformers gives it."""
         if self.chat_template is None:
             return None
-        import jinja2
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        def raise_exception(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-            return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = tojson
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = lambda format_: datetime.now().strftime(format_)
         try:
-            return environment.from_string(self.chat_template)
-        except jinja2.TemplateError as error:
+            return compile_template(self.chat_template)
+        except Exception as error:  # jinja's own, or what its compiler trips over
             raise ChatTemplateError(f"the model's chat template does not compile: {error}") from error
+
+
+def _content(token: Any) -> str | None:
+    """A special token's text, whether it is written plainly or with its properties."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
 
 
 class TokenIdsOnly(Tokenizer):
@@ -186,23 +173,6 @@ class TokenIdsOnly(Tokenizer):
         return NoTokenizerError(
             f"{what}: {self._missing} is missing. Give prompts as token ids, or start with --tokenizer"
         )
-
-
-def _find_chat_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """From chat_template.jinja (newer checkpoints) or tokenizer_config.json (a string or a named list)."""
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{file}: not readable as UTF-8 text ({error})") from None
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ModelError(f"{directory / 'tokenizer_config.json'}: chat_template is not a text")
-    return template
 
 
 class IncrementalDetokenizer:
