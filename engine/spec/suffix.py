@@ -235,8 +235,9 @@ class PastOutputs:
 
 def _hashes(tokens: Int32, length: int) -> Places:
     """A number below _HEADS for each run of ``length`` tokens."""
-    mixed = np.zeros(max(len(tokens) - length + 1, 0), dtype=np.uint64)
-    for offset in range(length):
-        part = tokens[offset : len(tokens) - length + 1 + offset].astype(np.uint64)
+    runs = max(len(tokens) - length + 1, 0)
+    mixed = np.zeros(runs, dtype=np.uint64)
+    for offset in range(length if runs else 0):
+        part = tokens[offset : offset + runs].astype(np.uint64)
         mixed = (mixed + part + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return (mixed >> np.uint64(47)).astype(np.int64)
