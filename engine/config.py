@@ -194,6 +194,34 @@ KVCacheDtype = Literal[
 
 
 @dataclass(frozen=True)
+class StructuredOutputsConfig:
+    """``--structured-outputs-config`` (JSON), keys as in vLLM, as far as they are here."""
+
+    backend: Literal["auto", "guidance"] = "auto"
+    disable_any_whitespace: bool = False
+    """JSON without white space between its parts, for every request. vLLM wants ``backend`` named beside it."""
+
+    @classmethod
+    def parse(cls, value: str | Mapping[str, Any]) -> StructuredOutputsConfig:
+        """From the flag's JSON text or an already parsed mapping. Raises ConfigError."""
+        flag, fix = "structured_outputs_config", 'write e.g. \'{"disable_any_whitespace": true}\''
+        try:
+            given = json.loads(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ConfigError(flag, value, f"not JSON ({error})", fix) from None
+        if not isinstance(given, Mapping) or not given.keys() <= {"backend", "disable_any_whitespace"}:
+            rule = "must be a JSON object with no other keys than backend and disable_any_whitespace"
+            raise ConfigError(flag, value, rule, fix)
+        config = cls(**given)
+        if config.backend not in get_args(get_type_hints(cls)["backend"]):
+            raise ConfigError(flag, config.backend, "backend must be auto or guidance", "choose one")
+        if not isinstance(config.disable_any_whitespace, bool):
+            rule = "disable_any_whitespace must be true or false"
+            raise ConfigError(flag, config.disable_any_whitespace, rule, "choose one")
+        return config
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything the engine is started with. ``validate`` is called by every entry point but ``explain``.
 
@@ -246,6 +274,7 @@ class EngineConfig:
     async_scheduling: bool = False
     """Plan a step while the one before it computes. vLLM's default is on where it can: here no core idles."""
     speculative_config: SpeculativeConfig | None = None
+    structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
     scheduler: Literal["unified", "static", "two-track"] = "unified"
     """Whose policy it is: vLLM V1's, static batching, or V0's prefill and decode in turn. A flag of ours."""
     preemption_mode: Literal["recompute", "swap"] = "recompute"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig, SpeculativeConfig, StructuredOutputsConfig
 from engine.core import EngineCore
 from engine.model_config import load_model_config
 from engine.request import Request, RequestStatus, SamplingParams
@@ -87,6 +87,9 @@ class LLM:
         speculative = flags.get("speculative_config")
         if isinstance(speculative, str | Mapping):
             flags["speculative_config"] = SpeculativeConfig.parse(speculative)
+        structure = flags.get("structured_outputs_config")
+        if isinstance(structure, str | Mapping):
+            flags["structured_outputs_config"] = StructuredOutputsConfig.parse(structure)
         config = EngineConfig(model=model, **flags)
         path = resolve_model(model)
         tokenizer = resolve_model(config.tokenizer) if config.tokenizer else path

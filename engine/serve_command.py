@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from engine.config import ConfigError, EngineConfig, KVCacheDtype, SpeculativeConfig
+from engine.config import ConfigError, EngineConfig, KVCacheDtype, SpeculativeConfig, StructuredOutputsConfig
 from engine.serve_arguments import normalize
 from engine.vllm_flags import VLLM_FLAGS
 
@@ -63,6 +63,14 @@ def parse_speculation(text: str) -> SpeculativeConfig:
     """Raises BadParameter."""
     try:
         return SpeculativeConfig.parse(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def parse_structure(text: str) -> StructuredOutputsConfig:
+    """Raises BadParameter."""
+    try:
+        return StructuredOutputsConfig.parse(text)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -171,6 +179,14 @@ def serve(
             metavar="JSON",
         ),
     ] = None,
+    structured_outputs_config: Annotated[
+        Any,
+        _flag(
+            "Structured output as a JSON object: backend (auto, guidance), disable_any_whitespace.",
+            parser=parse_structure,
+            metavar="JSON",
+        ),
+    ] = None,
     scheduler: Annotated[
         Literal["unified", "static", "two-track"],
         _flag(
@@ -190,6 +206,7 @@ def serve(
     given = dict(context.params)
     try:
         given["model"] = _model(given.pop("arguments") or [], model)
+        given["structured_outputs_config"] = structured_outputs_config or StructuredOutputsConfig()
         given["served_model_name"] = tuple(served_model_name or ()) or None
         given["cudagraph_capture_sizes"] = tuple(cudagraph_capture_sizes or ()) or None
         names = {field.name for field in fields(EngineConfig)}

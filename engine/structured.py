@@ -157,6 +157,8 @@ class LLGuidance:
         """Raises GrammarError, or ModelError for a tokenizer that cannot be read."""
         from llguidance import LLMatcher, LLParserLimits
 
+        if self._config.structured_outputs_config.disable_any_whitespace:
+            form = replace(form, disable_any_whitespace=True)
         text = grammar_text(form)
         with self._lock:
             self._loaded = self._loaded or self._load()

@@ -62,7 +62,7 @@ safetensors-prefetch-num-threads scheduler-cls scheduler-reserve-full-isl show-h
 shutdown-timeout skip-mm-profiling skip-tokenizer-init sleep-mode-offload-cudagraph
 sleep-preserve-parameter-names sparse-indexer-topk-backend spec-method spec-model spec-tokens
 specialize-active-lora sse-keep-alive-interval ssl-ca-certs ssl-cert-reqs ssl-certfile ssl-ciphers
-ssl-keyfile stream-interval structured-outputs-config swa-bounded-replay tensor-parallel-size
+ssl-keyfile stream-interval swa-bounded-replay tensor-parallel-size
 tokenizer-mode tokenizer-revision tokens-only tool-call-parser tool-parser-plugin tool-server
 tool-strict-level trust-remote-code trust-request-chat-template trust-request-mm-kwargs ubatch-size uds
 use-fp64-gumbel use-replayssm use-tqdm-on-load use-v2-block-manager video-pruning-method

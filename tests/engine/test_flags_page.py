@@ -29,6 +29,8 @@ FLAGS = {
 
 def shown(value: Any) -> str:
     """A default as the table writes it."""
+    if isinstance(value, dict):
+        return "an object"
     return "–" if value is None else f"`{json.dumps(value) if not isinstance(value, str) else value}`"
 
 
