@@ -360,16 +360,19 @@ class Child:
     """One side in a process of its own."""
 
     def __init__(self, python: str, side: str) -> None:
-        self._python = python
-        self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.scheduler", "--serve", side],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+        self._command = [python, "-m", "benchmarks.scheduler", "--serve", side]
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        except OSError as error:
+            raise SystemExit(f"{python}: {error.strerror}") from None
         self.name = str(self._answer())
 
     def ask(self, *question: Any) -> dict[str, float]:
@@ -387,7 +390,10 @@ class Child:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self._command} ended with {self._process.wait()}")
+            code = self._process.wait()
+            raise SystemExit(
+                f"{' '.join(self._command)} ended with exit code {code}: run it by hand to see why"
+            )
         return json.loads(line)
 
 
