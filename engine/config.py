@@ -199,12 +199,12 @@ class StructuredOutputsConfig:
 
     backend: Literal["auto", "guidance"] = "auto"
     disable_any_whitespace: bool = False
-    """JSON without white space between its parts, for every request. vLLM wants ``backend`` named beside it."""
+    """JSON without white space between its parts, for every request. vLLM wants a ``backend`` beside it."""
 
     @classmethod
     def parse(cls, value: str | Mapping[str, Any]) -> StructuredOutputsConfig:
         """From the flag's JSON text or an already parsed mapping. Raises ConfigError."""
-        flag, fix = "structured_outputs_config", 'write e.g. \'{"disable_any_whitespace": true}\''
+        flag, fix = "structured_outputs_config", 'write {"disable_any_whitespace": true}'
         try:
             given = json.loads(value) if isinstance(value, str) else value
         except ValueError as error:
@@ -274,7 +274,7 @@ class EngineConfig:
     async_scheduling: bool = False
     """Plan a step while the one before it computes. vLLM's default is on where it can: here no core idles."""
     speculative_config: SpeculativeConfig | None = None
-    structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
+    structured_outputs_config: StructuredOutputsConfig | None = None
     scheduler: Literal["unified", "static", "two-track"] = "unified"
     """Whose policy it is: vLLM V1's, static batching, or V0's prefill and decode in turn. A flag of ours."""
     preemption_mode: Literal["recompute", "swap"] = "recompute"

@@ -206,7 +206,6 @@ def serve(
     given = dict(context.params)
     try:
         given["model"] = _model(given.pop("arguments") or [], model)
-        given["structured_outputs_config"] = structured_outputs_config or StructuredOutputsConfig()
         given["served_model_name"] = tuple(served_model_name or ()) or None
         given["cudagraph_capture_sizes"] = tuple(cudagraph_capture_sizes or ()) or None
         names = {field.name for field in fields(EngineConfig)}

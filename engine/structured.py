@@ -157,7 +157,8 @@ class LLGuidance:
         """Raises GrammarError, or ModelError for a tokenizer that cannot be read."""
         from llguidance import LLMatcher, LLParserLimits
 
-        if self._config.structured_outputs_config.disable_any_whitespace:
+        settings = self._config.structured_outputs_config
+        if settings is not None and settings.disable_any_whitespace:
             form = replace(form, disable_any_whitespace=True)
         text = grammar_text(form)
         with self._lock:
