@@ -37,6 +37,7 @@ _MID_STREAM = {
     End.MALFORMED: Failure.GARBAGE,
     End.UNFINISHED: Failure.UNFINISHED,
     End.CANCELLED: Failure.CANCELLED,
+    End.SKIPPED: Failure.SKIPPED,
 }
 _STATUS = {
     401: Failure.UNAUTHORIZED,
@@ -66,6 +67,8 @@ class _Stream:
     deltas: list[_Delta] = field(default_factory=list)
     finish_reason: str | None = None
     usage: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """The engine's own times of the request, where it sends them."""
     failure: Failure | None = None
     detail: str = ""
 
@@ -98,6 +101,8 @@ def parse_exchange(exchange: Exchange, planned: PlannedRequest, start_ns: int) -
         planned_prompt=None if planned.prompt_token_ids is None else len(planned.prompt_token_ids),
         max_tokens=planned.max_tokens,
         retried=exchange.retried,
+        server_queue=_milliseconds(stream.metrics.get("queue_time_ms")),
+        server_prefill=_milliseconds(stream.metrics.get("time_to_first_token_ms")),
     )
 
 
@@ -163,6 +168,9 @@ def _take_event(stream: _Stream, body: dict[str, Any], at_ns: int, counted: int)
     usage = body.get("usage")
     if isinstance(usage, dict):
         stream.usage = usage
+    metrics = body.get("metrics")
+    if isinstance(metrics, dict):
+        stream.metrics = metrics
     choices = body.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         return counted
@@ -175,6 +183,13 @@ def _take_event(stream: _Stream, body: dict[str, Any], at_ns: int, counted: int)
     role_only = not text and _names_role(choice)
     stream.deltas.append(_Delta(at_ns, len(text), tokens, role_only, finish is not None))
     return counted
+
+
+def _milliseconds(value: object) -> float | None:
+    """As seconds; None for what is no time."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
+        return None
+    return value / 1e3
 
 
 def _text(choice: dict[str, Any]) -> str:

@@ -335,9 +335,12 @@ class Connection:
         progress: Callable[[Progress], None] | None = None,
         stop: threading.Event | None = None,
     ) -> Records:
-        """Send ``schedule``. Raises Unreachable, ValueError."""
+        """Send ``schedule``, and scrape the server's metrics meanwhile. Raises Unreachable, ValueError."""
         from loadgen.client import ClientOptions, run_schedule
+        from loadgen.targets.http import Http
+        from loadgen.targets.scraper import Scraper, scrape
 
+        http = Http(self.url, self.api_key, verify_tls=not self.insecure)
         options = ClientOptions(
             timeout=self.timeout,
             drain=self.drain,
@@ -345,15 +348,17 @@ class Connection:
             verify_tls=not self.insecure,
             chunk_usage=self.chunk_usage,
         )
-        return run_schedule(
-            self.url,
-            schedule,
-            model=self.model,
-            api_key=self.api_key,
-            progress=progress,
-            stop=stop,
-            options=options,
-        )
+        with Scraper(lambda: scrape(http)) as scraper:
+            records = run_schedule(
+                self.url,
+                schedule,
+                model=self.model,
+                api_key=self.api_key,
+                progress=progress,
+                stop=stop,
+                options=options,
+            )
+        return replace(records, scrapes=tuple(scraper.scrapes))
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -80,6 +80,10 @@ class RequestRecord:
     max_tokens: int = 0
     retried: bool = False
     """Sent again because the server had closed the kept-alive connection."""
+    server_queue: float | None = None
+    """Seconds between the engine's queue and its first step on the request, where the server tells
+    (vLLM's --enable-per-request-metrics); so is server_prefill, from there to the first token."""
+    server_prefill: float | None = None
 
     def __post_init__(self) -> None:
         if len(self.chunk_at) != len(self.chunk_tokens):

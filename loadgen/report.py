@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.record import Records
-from loadgen.stats import COUNTS, DEFINITIONS, METRICS, RATES, Summary
+from loadgen.stats import COUNTS, DEFINITIONS, METRICS, PARTS, RATES, Summary
 
 SCHEMA = "vtune.bench/1"
 SUFFIXES = ("mean", "p50", "p90", "p95", "p99")
@@ -28,6 +28,9 @@ NAMES = {
     "service_ttft": "service TTFT",
     "service_e2e": "service E2E",
     "lateness": "send lateness",
+    "queue": "in the queue",
+    "prefill": "in prefill",
+    "elsewhere": "elsewhere",
 }
 
 
@@ -76,6 +79,19 @@ def latency_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
             )
 
 
+def part_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
+    """(class, part of TTFT, share of it, mean, p50, p90, p95, p99), as text; nothing where no server told."""
+    if not summary.count("queue_p50"):
+        return
+    for cls in groups(summary):
+        whole = sum(summary.value(f"{part}_mean", cls) for part in PARTS)
+        for part in PARTS:
+            mean, count = summary.value(f"{part}_mean", cls), summary.count(f"{part}_p50", cls)
+            figures = (duration(summary.value(f"{part}_{suffix}", cls), count) for suffix in SUFFIXES)
+            share = "n/a" if math.isnan(mean) else f"{max(0.0, mean / whole):.0%}"
+            yield (cls or "all", NAMES[part], share, *figures)
+
+
 def rate_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
     """(class, measured, completed, failed, output tok/s, req/s, offered req/s, goodput req/s), as text."""
     for cls in groups(summary):
@@ -88,6 +104,7 @@ def rate_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
 
 
 RATE_HEADS = ("class", "measured", "completed", "failed", "output tok/s", "req/s", "offered", "goodput")
+PART_HEADS = ("class", "TTFT went", "share", "mean", "p50", "p90", "p95", "p99")
 LATENCY_HEADS = ("class", "", "mean", "p50", "p90", "p95", "p99", "95 % of p50", "95 % of p99")
 
 
@@ -117,6 +134,8 @@ def text(records: Records, summary: Summary | None = None) -> RenderableType:
     ]
     parts.append(_table(RATE_HEADS, list(rate_rows(summary)), left=1))
     parts.append(_table(LATENCY_HEADS, list(latency_rows(summary)), left=2))
+    if went := list(part_rows(summary)):
+        parts.append(_table(PART_HEADS, went, left=2))
     colour = "green" if records.verdict == "ok" else "yellow"
     parts.append(Text.assemble("verdict  ", (records.verdict, f"bold {colour}")))
     parts += [Text(f"  - {reason}") for reason in records.reasons]
@@ -158,6 +177,8 @@ def markdown(records: Records, summary: Summary | None = None) -> str:
     lines += [f"- **{name}**: {_escape(value)}" for name, value in facts(records)]
     lines += ["", *_markdown_table(RATE_HEADS, rate_rows(summary))]
     lines += ["", *_markdown_table(LATENCY_HEADS, latency_rows(summary))]
+    if summary.count("queue_p50"):
+        lines += ["", *_markdown_table(PART_HEADS, part_rows(summary))]
     lines += ["", *(f"- {NAMES[name]}: {DEFINITIONS[name]}" for name in SHOWN), "", _FOOTNOTE, ""]
     return "\n".join(lines)
 

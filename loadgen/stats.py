@@ -26,6 +26,9 @@ DEFINITIONS: Mapping[str, str] = {
     "service_ttft": "first token - the moment the request was written",
     "service_e2e": "last byte - the moment the request was written",
     "lateness": "the moment the request was written - intended time",
+    "queue": "part of TTFT: from the engine's queue to its first step on the request, told by the server",
+    "prefill": "part of TTFT: from that step to the first token, told by the server",
+    "elsewhere": "the rest of the service TTFT: network, HTTP, tokenising, and the way back",
     "throughput": "output tokens that arrived in the measured window / window, counted by the server's usage",
     "request_rate": "requests that succeeded and ended in the window / window",
     "offered_rate": "requests intended in the window / window",
@@ -42,7 +45,12 @@ METRICS = (
     "service_ttft",
     "service_e2e",
     "lateness",
+    "queue",
+    "prefill",
+    "elsewhere",
 )
+PARTS = ("lateness", "queue", "prefill", "elsewhere")
+"""What a TTFT is made of, where the server tells its own share; they add up to it, request by request."""
 RATES = ("throughput", "request_rate", "offered_rate", "goodput")
 COUNTS = ("completed", "failed", "measured", "backlog")
 
@@ -92,6 +100,19 @@ def lateness(record: RequestRecord) -> float:
     return math.nan if record.sent is None else (record.sent - record.intended) / 1e9
 
 
+def queue(record: RequestRecord) -> float:
+    """NaN where the server does not tell; so are prefill and elsewhere."""
+    return math.nan if record.server_queue is None else record.server_queue
+
+
+def prefill(record: RequestRecord) -> float:
+    return math.nan if record.server_prefill is None else record.server_prefill
+
+
+def elsewhere(record: RequestRecord) -> float:
+    return ttft(record) - lateness(record) - queue(record) - prefill(record)
+
+
 _PER_REQUEST = {
     "ttft": ttft,
     "tpot": tpot,
@@ -101,7 +122,12 @@ _PER_REQUEST = {
     "service_ttft": lambda r: ttft(r) - lateness(r),
     "service_e2e": lambda r: e2e(r) - lateness(r),
     "lateness": lateness,
+    "queue": queue,
+    "prefill": prefill,
+    "elsewhere": elsewhere,
 }
+_TOLD = {"queue", "prefill", "elsewhere"}
+"""A failed request has none of these, rather than an infinite one: nobody told."""
 
 
 def _request_value(record: RequestRecord, metric: str) -> float:
@@ -256,7 +282,8 @@ def _delivers(record: RequestRecord) -> bool:
 def _per_request(records: Sequence[RequestRecord], metric: str) -> Distribution:
     """One sample a request. Raises KeyError for an unknown metric."""
     measure = _PER_REQUEST[metric]
-    values = np.array([measure(r) if r.ok else math.inf for r in records], dtype=np.float64)
+    failed = math.nan if metric in _TOLD else math.inf
+    values = np.array([measure(r) if r.ok else failed for r in records], dtype=np.float64)
     return Distribution.of(values[~np.isnan(values)])
 
 

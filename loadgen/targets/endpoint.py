@@ -15,12 +15,12 @@ from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
 from loadgen.targets.failures import classify
 from loadgen.targets.http import Http, NoAnswer
 from loadgen.targets.process import ServerProcess
+from loadgen.targets.scraper import Scraper, scrape
 
 if TYPE_CHECKING:
     from loadgen.record import Records
     from loadgen.workload import Schedule
 
-SCRAPE_SECONDS = 1.0
 _WATCH_SECONDS = 0.2
 _EXIT_SECONDS = 5.0
 """How long a server that stopped answering may take to be gone."""
@@ -46,7 +46,15 @@ class OpenServer(OpenTarget):
     ) -> Records:
         from loadgen.client import Unreachable, run_schedule
 
-        with _Watch(self, stop) as watch:
+        ended = threading.Event()
+
+        def over() -> bool:
+            """The load should end: somebody asked for it, or the server is gone."""
+            if self.ended() or (stop is not None and stop.is_set()):
+                ended.set()
+            return ended.is_set()
+
+        with Scraper(self.scrape, over) as scraper:
             try:
                 records = run_schedule(
                     self.url,
@@ -54,7 +62,7 @@ class OpenServer(OpenTarget):
                     model=self.model or None,
                     api_key=self._http.api_key,
                     progress=progress,
-                    stop=watch.stop,
+                    stop=ended,
                     timeout=timeout,
                     drain=drain,
                 )
@@ -62,7 +70,7 @@ class OpenServer(OpenTarget):
                 self.raise_if_ended(RunFailed, _EXIT_SECONDS)
                 reason = "hangs" if self._process else "unreachable"
                 raise RunFailed(reason, str(error), self.log_tail(), self.log_path) from None
-        records = replace(records, scrapes=tuple(watch.scrapes))
+        records = replace(records, scrapes=tuple(scraper.scrapes))
         try:
             self._check_after_load()
         except RunFailed as failure:
@@ -80,11 +88,7 @@ class OpenServer(OpenTarget):
                 raise RunFailed("unhealthy", problem, self.log_tail(), self.log_path)
 
     def scrape(self) -> str:
-        try:
-            answer = self._http.get("/metrics", _HTTP_TIMEOUT)
-        except NoAnswer:
-            return ""
-        return answer.body if answer.status == 200 else ""
+        return scrape(self._http)
 
     def log_tail(self, lines: int = 30) -> str:
         return self._process.log_tail(lines) if self._process else ""
@@ -191,41 +195,3 @@ class EndpointTarget(Target):
             raise StartFailed("unreachable", problem)
         server.check(self._probe_timeout)
         yield server
-
-
-class _Watch:
-    """Beside a load: scrapes the metrics every second, and ends the load when the server ends."""
-
-    def __init__(self, server: OpenServer, asked: threading.Event | None) -> None:
-        self.stop = threading.Event()
-        """Set when the load should end: somebody asked for it, or the server is gone."""
-        self.scrapes: list[tuple[int, str]] = []
-        self._server, self._asked = server, asked
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watch", daemon=True)
-
-    def __enter__(self) -> _Watch:
-        self._scrape()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        if self.scrapes and not self._server.ended():
-            self._scrape()
-
-    def _watch(self) -> None:
-        due = time.monotonic() + SCRAPE_SECONDS
-        while not self._done.wait(_WATCH_SECONDS):
-            if self._server.ended() or (self._asked is not None and self._asked.is_set()):
-                self.stop.set()
-                return
-            if self.scrapes and time.monotonic() >= due:  # without a first one there are no metrics
-                self._scrape()
-                due = time.monotonic() + SCRAPE_SECONDS
-
-    def _scrape(self) -> None:
-        stamp = time.time_ns() // 1_000_000
-        if text := self._server.scrape():
-            self.scrapes.append((stamp, text))
