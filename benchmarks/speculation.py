@@ -166,6 +166,7 @@ def formula(tokens: int, rounds: int) -> list[dict[str, float]]:
                 "tokens_measured": emitted,
                 "speedup_formula": expected_tokens(acceptance, drafts) / (1 + cost * drafts),
                 "speedup_measured": statistics.median(w.speed / without.speed for without, w in pairs),
+                "speedup_with_step": emitted / (verified / step),
                 "step_cost": verified / step - cost * drafts,
             }
         )
@@ -276,12 +277,12 @@ def pays_to(row: Sequence[Cell]) -> str:
 
 
 def print_formula(rows: Sequence[dict[str, float]]) -> None:
-    print("  a    k    c   E formula  measured   speed-up formula  measured   step")
+    print("  a    k    c   E formula  measured   speed-up formula  measured   step   E/(step+ck)")
     for row in rows:
         print(
             f"{row['a']:.2f} {row['k']:3.0f} {row['c']:4.1f} {row['tokens_formula']:11.2f} "
             f"{row['tokens_measured']:9.2f} {row['speedup_formula']:18.2f} {row['speedup_measured']:9.2f}   "
-            f"x{row['step_cost']:.2f}"
+            f"x{row['step_cost']:.2f} {row['speedup_with_step']:10.2f}"
         )
     print("step: what a step that verifies k drafts costs, in plain steps, without the drafting itself")
 
