@@ -39,22 +39,24 @@ class StepLoad:
 
     @classmethod
     def of(cls, plan: StepPlan) -> StepLoad:
-        """O(requests); padding attends to itself only, which is left out."""
+        """O(requests). Each padding is a sequence that attends to itself."""
         rows, padding = plan.rows, plan.padding
         starts, counts = rows.starts, rows.counts
         tokens, sequences, context = sum(counts), len(counts), sum(starts)
-        moved = len(plan.swap_out) + len(plan.swap_in)
         if tokens == sequences:  # every request decodes one token: the common step
             pairs = context + tokens
         else:
             pairs = sum(n * start + n * (n + 1) // 2 for start, n in zip(starts, counts, strict=True))
+        if padding:
+            tokens += sum(padding)
+            pairs += sum(n * (n + 1) // 2 for n in padding)
         return cls(
-            tokens=tokens + sum(padding),
+            tokens=tokens,
             sequences=sequences + len(padding),
             rows=sequences - len(rows.silent) + sum(map(len, rows.drafts.values())),
             context=context + tokens,
             pairs=pairs,
-            moved_blocks=moved,
+            moved_blocks=len(plan.swap_out) + len(plan.swap_in),
         )
 
 

@@ -49,7 +49,7 @@ def test_the_load_of_a_mixed_step() -> None:
 
 def test_padding_and_moved_blocks_are_load() -> None:
     load = StepLoad.of(plan((10, 1, 0, True), padding=(1, 3), swap_out=((1, 0),), swap_in=((1, 2), (2, 3))))
-    assert load == StepLoad(tokens=5, sequences=3, rows=1, context=11, pairs=11, moved_blocks=3)
+    assert load == StepLoad(tokens=5, sequences=3, rows=1, context=15, pairs=18, moved_blocks=3)
     assert StepLoad.of(plan(swap_out=((1, 0),))) == StepLoad(0, 0, 0, 0, 0, 1)
 
 
