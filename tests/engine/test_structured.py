@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from serving_kit import EOS, HashRunner, make_model
 
-from engine.config import EngineConfig
+from engine.config import ConfigError, EngineConfig, StructuredOutputsConfig
 from engine.core import EngineCore
 from engine.request import Request, RequestStatus, SamplingParams, StructuredOutputsParams
 from engine.step import StepPlan, StepResult
@@ -68,6 +68,30 @@ def test_what_may_come_next(
         assert found is not None
         assert sorted(found) == sorted(expected), output
     assert not grammar.error
+
+
+def test_white_space_can_be_switched_off_for_all(tmp_path: Path) -> None:
+    settings = StructuredOutputsConfig.parse('{"disable_any_whitespace": true, "backend": "guidance"}')
+    config = EngineConfig(
+        model=str(make_model(tmp_path)), load_format="dummy", structured_outputs_config=settings
+    )
+    grammar = LLGuidance(config)(StructuredOutputsParams(json_object=True))
+    assert [sorted(row or "") for row in allowed(grammar, "{")] == [['"', "}"]]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{", "not JSON"),
+        ("[]", "must be a JSON object"),
+        ({"reasoning_parser": "x"}, "no other keys"),
+        ({"backend": "xgrammar"}, "backend must be auto or guidance"),
+        ({"disable_any_whitespace": 1}, "must be true or false"),
+    ],
+)
+def test_settings_that_are_refused(value: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"--structured-outputs-config .*{words}"):
+        StructuredOutputsConfig.parse(value)
 
 
 def test_drafts_are_looked_at_one_by_one_and_forgotten(compiler: LLGuidance) -> None:
