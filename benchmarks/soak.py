@@ -27,12 +27,12 @@ from typing import Any
 import psutil
 
 from benchmarks.own_server import OwnServer, own_server
-from benchmarks.soak_verdict import Rest, judge
+from benchmarks.soak_verdict import MIN_RESTS, Rest, judge
 from loadgen.flags import parse_command
 
 FLAGS = {
     "max_model_len": 2048,
-    "num_gpu_blocks_override": 400,
+    "num_gpu_blocks_override": 160,
     "max_num_batched_tokens": 512,
     "max_num_seqs": 16,
     "scheduling_policy": "priority",
@@ -245,7 +245,7 @@ def soak(flags: Mapping[str, Any], seconds: float, clients: int, seed: int) -> l
         crowd = Clients(server, clients, seed)
         started = time.monotonic()
         print("     s  requests  engine MB  files  HTTP MB  files     KV  preempted")
-        while time.monotonic() < started + seconds:
+        while time.monotonic() < started + seconds or len(rests) < MIN_RESTS:
             crowd.resume()
             time.sleep(pause_every)
             crowd.pause()

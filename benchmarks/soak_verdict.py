@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MIN_RESTS = 3
+"""Fewer say nothing about a trend."""
 GROWTH_MB = 32.0
 """More than that over a soak is a leak, if it is a trend and not noise."""
 SIGNIFICANCE = 3.0
@@ -73,7 +75,7 @@ def judge(rests: Sequence[Rest], faults: Sequence[str], stuck: int) -> list[str]
 
     ``faults``: answers that should have been others; ``stuck``: requests that did not end.
     """
-    if len(rests) < 3:
+    if len(rests) < MIN_RESTS:
         return ["too short: fewer than three rests"]
     problems = [f"fault: {fault}" for fault in faults]
     if stuck:
