@@ -218,7 +218,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
 def _activation(config: Mapping[str, Any]) -> str:
     key = "hidden_activation" if config.get("hidden_activation") else "hidden_act"
     name = config.get(key, "silu")
-    if name not in ACTIVATIONS:
+    if not isinstance(name, str) or name not in ACTIVATIONS:
         raise ModelError(f"{key} {name!r} is not supported ({', '.join(ACTIVATIONS)} are)")
     return ACTIVATIONS[name]
 
@@ -265,12 +265,20 @@ def _rope(family: Family, config: Mapping[str, Any], layer_type: str, length: in
     """Of layers of one type, in both spellings: transformers 5's ``rope_parameters`` (which may be nested by
     layer type), and ``rope_theta``, ``rope_scaling`` and Gemma's ``rope_local_base_freq``."""
     local = family.local_rope and layer_type == SLIDING
-    given = config.get("rope_parameters") or {}
+    given = _object(config, "rope_parameters")
     if FULL in given or SLIDING in given:
-        given = given.get(layer_type) or {}
-    older = {} if local else config.get("rope_scaling") or {}
+        given = _object(given, layer_type)
+    older = {} if local else _object(config, "rope_scaling")
     theta = config.get("rope_local_base_freq" if local else "rope_theta", 10_000.0)
     return RopeConfig.from_parameters({**older, **given}, theta, length)
+
+
+def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """What is nested under a name; nothing where it is missing. Raises ModelError."""
+    value = config.get(name)
+    if value is not None and not isinstance(value, Mapping):
+        raise ModelError(f"{name} must be an object, got {value!r:.40}")
+    return value or {}
 
 
 def _stretched(length: int, kinds: tuple[LayerKind, ...]) -> int:
@@ -306,7 +314,7 @@ def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
 def load_model_config(path: Path, load_format: str = "auto") -> ModelConfig:
     """The config of the model at ``path``, as ``resolve_model`` gives it. Raises ModelError."""
     config = open_checkpoint(path, load_format).config
-    file = path / "generation_config.json"
+    file = (path.parent if path.suffix == ".json" else path) / "generation_config.json"
     generation = read_json(file) if file.is_file() else None
     try:
         return ModelConfig.from_hf(config, generation)

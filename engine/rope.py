@@ -44,7 +44,7 @@ class RopeConfig:
         """
         theta = positive("rope_theta", parameters.get("rope_theta", theta))
         kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             raise ModelError(f"rope type {kind!r} is not supported ({', '.join(KINDS)} are)")
         if (share := parameters.get("partial_rotary_factor", 1.0)) != 1.0:
             raise ModelError(f"partial_rotary_factor {share} is not supported (1.0 is)")
@@ -52,6 +52,8 @@ class RopeConfig:
         if kind in ("llama3", "yarn"):
             given.setdefault("original_max_position_embeddings", max_position_embeddings)
         if kind == "yarn":
+            if theta <= 1:
+                raise ModelError(f"yarn rope scaling needs a rope_theta above 1, got {theta}")
             given = {"beta_fast": 32, "beta_slow": 1, **given}
             given.setdefault("attention_factor", _yarn_attention(given))
         missing = [name for name in KINDS[kind] if name not in given]

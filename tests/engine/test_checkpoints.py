@@ -193,7 +193,40 @@ def test_dummy_takes_the_path_of_a_config(tmp_path: Path) -> None:
         ({"head_dim": 31}, "head_dim 31 is odd"),
         ({"rms_norm_eps": "tiny"}, "rms_norm_eps must be a number above 0, got 'tiny'"),
         ({"rope_theta": -1.0, "rope_parameters": None}, "rope_theta must be a number above 0, got -1.0"),
-        ({"rope_scaling": [1]}, r"config\.json: 'list' object is not a mapping"),
+        ({"rope_scaling": [1]}, r"config\.json: rope_scaling must be an object, got \[1\]"),
+        ({"rope_parameters": {"full_attention": 5}}, "full_attention must be an object, got 5"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, r"rope type \['yarn'\] is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor must be a number above 0, got None"),
+        ({"rope_theta": 1.0, "rope_scaling": {"type": "yarn", "factor": 2}}, "needs a rope_theta above 1"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "linear rope scaling lacks factor"),
+        ({"rope_scaling": {"factor": 2, "partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "a checkpoint quantised by gptq is not supported",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"]},
+            r"Qwen3MoeForCausalLM is not supported \(LlamaForC.* are\)",
+        ),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window must be a whole"),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["full_attention"]},
+            "must be a list of num",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "layer_types": ["full_attention", "chunked_attention"]},
+            r"layer type 'chunked_attention' is not supported \(full_attention and sliding_attention are\)",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True},
+            "generates, causally",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 0},
+            "final_logit_softcapping must",
+        ),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is missing"),
         ({"eos_token_id": "x"}, "eos_token_id must be a token id or a list of them, got 'x'"),
         ({"eos_token_id": [1, None]}, r"eos_token_id must be a token id or a list of them, got \[1, None\]"),
     ],
@@ -263,3 +296,50 @@ def test_a_hub_id_goes_to_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 def test_a_path_stands_for_itself(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def test_tensors_that_the_config_does_not_speak_of_are_named(tmp_path: Path) -> None:
+    """Biases that nobody adds would make a model that answers nonsense; old rotary tables do not matter."""
+    from safetensors.torch import load_file, save_file
+
+    file = save_tiny_llama(tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    save_file(tensors, file)
+    ModelRunner(EngineConfig(model=str(tmp_path), dtype="float32"))
+    for name in ("q_proj", "k_proj"):
+        tensors[f"model.layers.1.self_attn.{name}.bias"] = torch.ones(96 if name == "q_proj" else 32)
+    save_file(tensors, file)
+    with pytest.raises(
+        ModelError, match=r"has 2 tensors that its config .* model\.layers\.1\.self_attn\.k_proj\.bias"
+    ):
+        ModelRunner(EngineConfig(model=str(tmp_path), dtype="float32"))
+
+
+def test_a_tied_head_in_the_file_is_not_used(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = save_tiny_llama(tmp_path, tie_word_embeddings=True) / "model.safetensors"
+    save_file({**load_file(file), "lm_head.weight": torch.zeros(97, 96)}, file)
+    runner, prompt = ModelRunner(EngineConfig(model=str(tmp_path), dtype="float32")), [3, 4, 5]
+    runner.allocate(4)
+    result = run_step(runner, (make_request("a", prompt, [1]), 0, 3))
+    Reference(tmp_path).check_greedy(prompt, result.tokens["a"])
+
+
+def test_dummy_norms_are_at_rest(tmp_path: Path) -> None:
+    """Gemma's are stored as offsets from one."""
+    write_config(tmp_path, architectures=["Gemma3ForCausalLM"], head_dim=32)
+    tensors = dict(open_checkpoint(tmp_path, "dummy").tensors())
+    assert {name for name in tensors if "layers.1" in name and "norm" in name} == {
+        f"model.layers.1.{name}.weight"
+        for name in (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+            "self_attn.q_norm",
+            "self_attn.k_norm",
+        )
+    }
+    assert not tensors["model.norm.weight"].any()
