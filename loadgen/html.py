@@ -15,12 +15,15 @@ from loadgen.record import Records
 from loadgen.report import (
     LATENCY_HEADS,
     NAMES,
+    PART_HEADS,
     RATE_HEADS,
     facts,
     latency_rows,
+    part_rows,
     rate_rows,
 )
-from loadgen.stats import DEFINITIONS, Summary
+from loadgen.serverside import timeline
+from loadgen.stats import DEFINITIONS, PARTS, Summary
 from loadgen.window import in_flight
 
 _COLOURS = ("#3b6fb6", "#d1792b", "#3f9253", "#b3423f", "#7a5fa8", "#6b6b6b")
@@ -44,6 +47,8 @@ def html(records: Records, summary: Summary | None = None) -> str:
         _timeline(records),
         _load(records),
         _tokens(records),
+        *_server(records),
+        *_parts(summary),
     ]
     plots = "".join(
         figure.to_html(full_html=False, include_plotlyjs=False, div_id=f"plot{i}")
@@ -56,12 +61,18 @@ def html(records: Records, summary: Summary | None = None) -> str:
         for name, text in DEFINITIONS.items()
     )
     tables = _table(RATE_HEADS, rate_rows(summary)) + _table(LATENCY_HEADS, latency_rows(summary))
+    if summary.count("queue_p50"):
+        tables += _table(PART_HEADS, part_rows(summary))
+    place = "".join(
+        f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>"
+        for name, value in records.environment.items()
+    )
     verdict = f'<p class="verdict">Verdict: <b>{escape(records.verdict)}</b></p><ul>{reasons}</ul>'
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>vtune bench</title>'
         f'<link rel="icon" href="data:,"><style>{_STYLE}</style><script>{get_plotlyjs()}</script></head>'
         f"<body><h1>Benchmark</h1>{verdict}<dl>{about}</dl>{tables}{plots}"
-        f"<h2>Definitions</h2><dl>{terms}</dl></body></html>\n"
+        f"<h2>Environment</h2><dl>{place}</dl><h2>Definitions</h2><dl>{terms}</dl></body></html>\n"
     )
 
 
@@ -166,6 +177,46 @@ def _tokens(records: Records) -> go.Figure:
     counts, edges = np.histogram(at, bins=max(1, math.ceil(end)), range=(0, math.ceil(end)), weights=weights)
     trace = go.Bar(x=edges[:-1] + 0.5, y=counts, name="tokens/s", marker_color=_COLOURS[0])
     return _with_window(_figure("Output tokens", "s", "tokens/s", [trace], bargap=0), records)
+
+
+def _server(records: Records) -> list[go.Figure]:
+    """What the server said of itself, as far as it did."""
+    told = timeline(records)
+    if told is None:
+        return []
+    figures = []
+    requests = [name for name in ("running", "waiting") if told.known(name)]
+    if requests:
+        traces = [
+            go.Scatter(x=told.at, y=getattr(told, name), mode="lines", line_shape="hv", name=name)
+            for name in requests
+        ]
+        figures.append(_figure("Requests in the server", "s", "requests", traces))
+    if told.known("kv_usage"):
+        usage = [100 * value for value in told.kv_usage]
+        trace = go.Scatter(x=told.at, y=usage, mode="lines", line_shape="hv", name="KV cache")
+        figures.append(_figure("KV cache in use", "s", "%", [trace], yaxis_range=[0, 101]))
+    if told.known("preemptions"):
+        bars = go.Bar(x=told.at, y=told.preemptions, name="preemptions", marker_color=_COLOURS[3])
+        figures.append(_figure("Preemptions between scrapes", "s", "preemptions", [bars], bargap=0))
+    return [_with_window(figure, records) for figure in figures]
+
+
+def _parts(summary: Summary) -> list[go.Figure]:
+    """Where the mean TTFT of each class went."""
+    if not summary.count("queue_p50"):
+        return []
+    classes = summary.classes
+    traces = [
+        go.Bar(
+            x=list(classes),
+            y=[summary.value(f"{part}_mean", cls) for cls in classes],
+            name=NAMES[part],
+            marker_color=colour,
+        )
+        for part, colour in zip(PARTS, _COLOURS, strict=False)
+    ]
+    return [_figure("Where the mean TTFT went", "class", "s", traces, barmode="stack")]
 
 
 def _with_window(figure: go.Figure, records: Records) -> go.Figure:
