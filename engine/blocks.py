@@ -22,16 +22,18 @@ class PrefixIndex:
     def get(self, block_hash: bytes) -> int | None:
         return self._first.get(block_hash)
 
-    def insert(self, block_hash: bytes, block: int) -> None:
-        if self._first.setdefault(block_hash, block) != block:
-            self._later.setdefault(block_hash, []).append(block)
+    def insert(self, block_hashes: Sequence[bytes], blocks: Sequence[int]) -> None:
+        first = self._first
+        for block_hash, block in zip(block_hashes, blocks, strict=True):
+            if first.setdefault(block_hash, block) != block:
+                self._later.setdefault(block_hash, []).append(block)
 
     def remove(self, block_hash: bytes, block: int) -> None:
         """Forget ``block``, which must have been inserted under ``block_hash``."""
-        later = self._later.get(block_hash)
-        if later is None:
+        if block_hash not in self._later:
             del self._first[block_hash]
             return
+        later = self._later[block_hash]
         if self._first[block_hash] == block:
             self._first[block_hash] = later.pop(0)
         else:
@@ -93,7 +95,7 @@ class BlockPool:
         """Pop ``count`` blocks off the head, evicting the content they held. The caller has checked
         that ``count <= num_free``."""
         assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
-        after, refs, hashes = self._next, self._refs, self._hashes
+        after, refs, hashes, forget = self._next, self._refs, self._hashes, self._index.remove
         blocks = []
         block = NULL_BLOCK
         for _ in range(count):
@@ -101,7 +103,7 @@ class BlockPool:
             refs[block] = 1
             block_hash = hashes[block]
             if block_hash is not None:
-                self._index.remove(block_hash, block)
+                forget(block_hash, block)
                 hashes[block] = None
             blocks.append(block)
         head = after[block]  # all before it leave the list at once
@@ -116,24 +118,25 @@ class BlockPool:
         to be reused first.
         """
         refs, hashes, before, after = self._refs, self._hashes, self._prev, self._next
+        num_held = 0
         for block in reversed(blocks):
             refs[block] -= 1
             if refs[block]:
+                num_held += 1
                 continue
             left = NULL_BLOCK if hashes[block] is None else before[NULL_BLOCK]
             right = after[left]
             before[block], after[block] = left, right
             after[left] = before[right] = block
-            self.num_free += 1
+        self.num_free += len(blocks) - num_held
 
     def set_hashes(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
         """Declare what held, not yet hashed blocks contain, so that lookups find them."""
-        hashes, insert = self._hashes, self._index.insert
+        self._index.insert(block_hashes, blocks)
+        hashes = self._hashes
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             assert hashes[block] is None
-            assert self._refs[block] > 0
             hashes[block] = block_hash
-            insert(block_hash, block)
 
     def drop_hashes(self, blocks: Iterable[int]) -> None:
         """Forget what hashed blocks were declared to contain."""

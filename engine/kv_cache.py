@@ -147,10 +147,12 @@ class KVCacheManager:
         """
         hashes, size, tokens = request.block_hashes, self.block_size, request.token_ids
         if len(hashes) < count:
-            sha256, pack = hashlib.sha256, self._pack_block
+            sha256, width = hashlib.sha256, 8 * size
             parent = hashes[-1] if hashes else self._root(request)
-            for start in range(len(hashes) * size, count * size, size):
-                parent = sha256(parent + pack(*tokens[start : start + size])).digest()
+            new = tokens[len(hashes) * size : count * size]
+            packed = Struct(f"{len(new)}q").pack(*new)
+            for start in range(0, len(packed), width):
+                parent = sha256(parent + packed[start : start + width]).digest()
                 hashes.append(parent)
         return hashes if len(hashes) == count else hashes[:count]
 
