@@ -71,8 +71,7 @@ inline void interleave(const bf16* v, Unit* units, int odd, int dim) {
 template <class T>
 void store_token(const T* k, const T* v, Unit* keys, Unit* values, int offset, const Shape& shape) {
     const int dim = shape.head_dim;
-    Unit units[MAX_HEAD_DIM];
-    std::memcpy(units, k, dim * sizeof(T));
+    const Unit* units = reinterpret_cast<const Unit*>(k);
     for (int u = 0; u < dim / STEP<T>; ++u) keys[u * shape.block_size + offset] = units[u];
     interleave(v, values + static_cast<size_t>(offset / STEP<T>) * dim, offset % STEP<T>, dim);
 }
@@ -110,13 +109,15 @@ struct Attend {
     int last[COUNT];  // the last key that each row sees
     T* outs[COUNT];
     float peak[COUNT], total[COUNT];
-    alignas(64) Unit queries[COUNT][MAX_HEAD_DIM / STEP<T>];
+    const Unit* queries[COUNT];
     alignas(64) float sums[COUNT][MAX_HEAD_DIM];
 
+    // Not an aggregate, of which all sums would be set to zero.
+    Attend(const Cache<T>& cache, const Keys& own, const Keys& next) : cache(cache), own(own), next(next) {}
+
     void set(int r, const T* query, T* out, int position) {
-        const int dim = cache.shape.head_dim;
-        std::memcpy(queries[r], query, dim * sizeof(T));
-        std::memset(sums[r], 0, dim * sizeof(float));
+        queries[r] = reinterpret_cast<const Unit*>(query);
+        for (int i = 0; i < cache.shape.head_dim; i += LANES) _mm512_store_ps(sums[r] + i, _mm512_setzero_ps());
         outs[r] = out;
         last[r] = position;
         peak[r] = -std::numeric_limits<float>::infinity();
@@ -173,12 +174,13 @@ struct Attend {
         alignas(64) T weights[COUNT][KEYS];
         float shrink[COUNT];
         for (int r = 0; r < COUNT; ++r) shrink[r] = soften(scores[r], weights[r], r, key);
-        for (int i = 0; i < dim; i += KEY_VECTORS * LANES) add_values(at, ahead, weights, shrink, i);
+        const int used = FETCH ? KEY_VECTORS : std::min(KEY_VECTORS, ceil_div(end - key, LANES));
+        for (int i = 0; i < dim; i += KEY_VECTORS * LANES) add_values(at, ahead, weights, shrink, i, used);
     }
 
-    // Scores to weights e^(score - peak); returns what sums and total before are to be multiplied by.
+    // Scores, as powers of 2, to weights 2^(score - peak); returns what sums and total before are to be multiplied by.
     float soften(__m512* scores, T* weights, int r, int key) {
-        const __m512 scale = _mm512_set1_ps(cache.shape.scale);
+        const __m512 scale = _mm512_set1_ps(cache.shape.scale * LOG2_E);
         const __m512 none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
         const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
         __m512 high = none;
@@ -188,10 +190,10 @@ struct Attend {
             high = _mm512_max_ps(high, scores[j]);
         }
         const float now = std::max(peak[r], _mm512_reduce_max_ps(high));
-        const float shrink = peak[r] == now ? 1.f : _mm512_cvtss_f32(exp16(_mm512_set1_ps(peak[r] - now)));
+        const float shrink = peak[r] == now ? 1.f : _mm512_cvtss_f32(exp2_16<T>(_mm512_set1_ps(peak[r] - now)));
         __m512 sum = _mm512_setzero_ps();
         for (int j = 0; j < KEY_VECTORS; ++j) {
-            const __m512 weight = exp16(_mm512_sub_ps(scores[j], _mm512_set1_ps(now)));
+            const __m512 weight = exp2_16<T>(_mm512_sub_ps(scores[j], _mm512_set1_ps(now)));
             sum = _mm512_add_ps(sum, weight);
             store16(weights + j * LANES, weight);
         }
@@ -200,8 +202,9 @@ struct Attend {
         return shrink;
     }
 
-    // sums = sums * shrink + weights . values, for KEY_VECTORS vectors of dimensions from i.
-    void add_values(const Place* at, const Place* ahead, const T (*weights)[KEYS], const float* shrink, int i) {
+    // sums = sums * shrink + weights . values, for KEY_VECTORS vectors of dimensions from i, of `used` x 16 keys.
+    void add_values(const Place* at, const Place* ahead, const T (*weights)[KEYS], const float* shrink, int i,
+                    int used) {
         const int dim = cache.shape.head_dim;
         const int vectors = std::min(KEY_VECTORS, (dim - i) / LANES);
         __m512 acc[COUNT][KEY_VECTORS];
@@ -210,7 +213,7 @@ struct Attend {
                 acc[r][d] = d < vectors ? _mm512_mul_ps(_mm512_load_ps(sums[r] + i + d * LANES),
                                                         _mm512_set1_ps(shrink[r]))
                                         : _mm512_setzero_ps();
-        for (int j = 0; j < KEY_VECTORS; ++j)
+        for (int j = 0; j < used; ++j)
             for (int u = 0; u < LANES / STEP<T>; ++u) {
                 const size_t from = static_cast<size_t>(u) * dim + i;
                 __m512i columns[KEY_VECTORS];
@@ -260,7 +263,7 @@ struct Attention {
     void attend(const Task& task, const Task& next, int first) const {
         const Shape& shape = cache.shape;
         const int group = shape.heads / shape.kv_heads;
-        Attend<T, COUNT, FETCH> attend{cache, keys(task), keys(next)};
+        Attend<T, COUNT, FETCH> attend(cache, keys(task), keys(next));
         for (int r = 0; r < COUNT; ++r) {
             const size_t token = step.query_start[task.sequence] + (first + r) / group;
             const size_t at = static_cast<size_t>(task.head * group + (first + r) % group) * shape.head_dim;

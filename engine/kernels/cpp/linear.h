@@ -103,21 +103,23 @@ struct Product {
         for (; panel < end; ++panel) strip(row, count, panel);
     }
 
-    // The first tile brings the panel from memory; the last one finds it in the cache, and fetches the next.
+    // The first tile brings the panel from memory, which the processor foresees; the last one finds it in the
+    // cache, and fetches the next.
     void strip(int row, int count, int panel) const {
         const size_t next = static_cast<size_t>(weight.k / STEP<In>) * PANEL;
-        for (int first = row; count >= TILE_ROWS; row += TILE_ROWS, count -= TILE_ROWS)
-            if (row == first) tile<TILE_ROWS>(row, panel, AHEAD);
-            else if (count < 2 * TILE_ROWS) tile<TILE_ROWS>(row, panel, next);
+        const int first = row;
+        for (; count >= TILE_ROWS; row += TILE_ROWS, count -= TILE_ROWS)
+            if (row > first && count < 2 * TILE_ROWS) tile<TILE_ROWS>(row, panel, next);
             else tile<TILE_ROWS, 1, false>(row, panel, 0);
+        const size_t ahead = row == first ? AHEAD : next;
         switch (count) {
-            case 1: return tile<1>(row, panel, AHEAD);
-            case 2: return tile<2>(row, panel, AHEAD);
-            case 3: return tile<3>(row, panel, AHEAD);
-            case 4: return tile<4>(row, panel, AHEAD);
-            case 5: return tile<5>(row, panel, AHEAD);
-            case 6: return tile<6>(row, panel, AHEAD);
-            case 7: return tile<7>(row, panel, AHEAD);
+            case 1: return tile<1>(row, panel, ahead);
+            case 2: return tile<2>(row, panel, ahead);
+            case 3: return tile<3>(row, panel, ahead);
+            case 4: return tile<4>(row, panel, ahead);
+            case 5: return tile<5>(row, panel, ahead);
+            case 6: return tile<6>(row, panel, ahead);
+            case 7: return tile<7>(row, panel, ahead);
         }
     }
 

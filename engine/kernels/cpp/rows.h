@@ -22,6 +22,13 @@ void rms_norm_row(const T* x, const T* weight, T* out, int n, float eps) {
     }
 }
 
+// a / b; for bf16 by an approximation of 14 bits, which is quicker.
+template <class T>
+__m512 divide(__m512 a, __m512 b) {
+    if constexpr (sizeof(T) == sizeof(float)) return _mm512_div_ps(a, b);
+    else return _mm512_mul_ps(a, _mm512_rcp14_ps(b));
+}
+
 // out = silu(gate) * up
 template <class T>
 void silu_mul_row(const T* gate, const T* up, T* out, int n) {
@@ -30,8 +37,8 @@ void silu_mul_row(const T* gate, const T* up, T* out, int n) {
         const __mmask16 mask = lanes(i, n);
         const __m512 g = load16(gate + i, mask);
         // Beyond -80 the sigmoid is 0 in every type; the bound keeps e^-g finite.
-        const __m512 e = exp16(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), g), _mm512_set1_ps(80.f)));
-        const __m512 silu = _mm512_div_ps(g, _mm512_add_ps(one, e));
+        const __m512 e = exp16<T>(_mm512_min_ps(_mm512_sub_ps(_mm512_setzero_ps(), g), _mm512_set1_ps(80.f)));
+        const __m512 silu = divide<T>(g, _mm512_add_ps(one, e));
         store16(out + i, _mm512_mul_ps(silu, load16(up + i, mask)), mask);
     }
 }

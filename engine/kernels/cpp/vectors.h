@@ -71,17 +71,33 @@ inline Int16 fma(Int16 sum, __m512i a, __m512i b, uint8_t) {
 
 inline void prefetch(const Unit* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
-// e^x for x <= 88; 0 below -138. Within 2 units in the last place: 2^n times a polynomial on [-0.5, 0.5].
-inline __m512 exp16(__m512 x) {
-    x = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _mm512_set1_ps(-200.f));
+constexpr float LOG2_E = 1.44269504f;
+
+// 2^x for x < 128; 0 below -200. 2^n times a polynomial on [-0.5, 0.5], within 2 units in the last place of a
+// float, or 1/16 of one of bf16.
+template <class T>
+inline __m512 exp2_16(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-200.f));
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 r = _mm512_sub_ps(x, n);
-    __m512 p = _mm512_set1_ps(1.5403530e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3333558e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.6181291e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5504109e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022651e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314718e-1f));
+    __m512 p;
+    if constexpr (sizeof(T) == sizeof(float)) {
+        p = _mm512_set1_ps(1.5403530e-4f);
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3333558e-3f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.6181291e-3f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5504109e-2f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4022651e-1f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9314718e-1f));
+    } else {
+        p = _mm512_set1_ps(0.055007961f);
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.24221062f));
+        p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.69328299f));
+    }
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.f));
     return _mm512_scalef_ps(p, n);
+}
+
+template <class T>
+inline __m512 exp16(__m512 x) {
+    return exp2_16<T>(_mm512_mul_ps(x, _mm512_set1_ps(LOG2_E)));
 }
