@@ -123,7 +123,7 @@ def request(chooser: random.Random, **more: Any) -> dict[str, Any]:
         tokens = tokens[:20] * (length // 20 + 1)
     body: dict[str, Any] = {
         "prompt": tokens,
-        "max_tokens": chooser.choice((1, 8, 40)),
+        "max_tokens": chooser.choice((1, 8, 40, 120)),
         "temperature": chooser.choice((0.0, 1.0)),
         "priority": chooser.randrange(-2, 3),
         "ignore_eos": chooser.random() < 0.5,
