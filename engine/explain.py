@@ -13,6 +13,7 @@ from engine.core import Scheduler, make_scheduler
 from engine.explain_input import MAX_STEPS, Arrival, ExplainError, Setup
 from engine.lab.two_track import TwoTrackScheduler
 from engine.request import Request, SamplingParams
+from engine.scheduler import UnifiedScheduler
 from engine.step import AdmissionStop, OneEach, ScheduledRequest, StepOutput, StepPlan, StepResult
 
 
@@ -69,6 +70,8 @@ class ExplainedStep:
 def explain(setup: Setup, arrivals: Sequence[Arrival]) -> Iterator[ExplainedStep]:
     """Run until every request is finished. Raises ExplainError once nothing can ever happen again."""
     scheduler = make_scheduler(setup.engine, setup.num_gpu_blocks, setup.num_host_blocks)
+    if isinstance(scheduler, UnifiedScheduler):
+        scheduler.mends_hashes = False  # to show what the real one decides; nothing is computed here
     places = {arrival.request_id: place for place, arrival in enumerate(arrivals)}
     coming: dict[int, list[Request]] = {}
     for place, arrival in enumerate(arrivals):

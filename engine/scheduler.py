@@ -83,6 +83,9 @@ class UnifiedScheduler:
         self._num_steps = 0
         self.steady_path = not (config.num_lookahead_tokens or config.async_scheduling)
         """False leaves all to the rule loop, which decides the same and takes longer."""
+        self.mends_hashes = True
+        """A victim that was scheduled already has hashed blocks that nobody computes: take the hashes off.
+        vLLM 0.33 leaves them, and a later hit reads what is not there. False does the same, for explain."""
         speculative = config.speculative_config
         self._drops_last_hit = speculative is not None and speculative.method == "eagle"
         self._max_drafting = config.max_drafting
@@ -239,6 +242,8 @@ class UnifiedScheduler:
         request = self.running.pop(index)
         if taken := step.scheduled.remove(request):
             step.budget.give_back(taken)
+            if self.mends_hashes:
+                self.kv.forget(request, request.num_computed_tokens - taken)
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0

@@ -102,6 +102,10 @@ class ReferenceKV:
             if self.caching and end <= num_tokens and not self.pool.holds(block):
                 self.pool.contents.append((block, self._content(request, end)))
 
+    def forget(self, request: Request, num_tokens: int) -> None:
+        for block in request.block_ids[num_tokens // self.block_size :]:
+            self.pool.contents = [entry for entry in self.pool.contents if entry[0] != block]
+
     def free(self, request: Request) -> None:
         for block in reversed(request.block_ids):
             self.pool.drop(block)
