@@ -235,7 +235,7 @@ def main() -> None:
     setting = make_setting(options)
     print(f"\n=== {setting.name}; {setting.config.max_num_seqs} sequences")
     if "online" in parts:
-        online(setting, 40 if short else 600, seed)
+        online(setting, 32 if short else 600, seed)
     if "offline" in parts:
         offline(setting, seed)
     if "memory" in parts:
