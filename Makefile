@@ -5,9 +5,14 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OUT    ?= runs/demo
 DEMO_FLAGS ?= vtune serve bundled --max-num-batched-tokens 512 --max-num-seqs 16
+# A workload with prefix hits, drafts and preemptions, for the exact gate on what the engine does.
+GATE := --workload shared-prefix --input-len 120 --output-len 12 --rate 8 --num-requests 16 \
+	--flags "vtune serve bundled --max-num-batched-tokens 96 --max-num-seqs 6 --max-model-len 256 \
+	--num-gpu-blocks-override 20 --speculative-config.method ngram --speculative-config.num_speculative_tokens 3"
+COUNTERS := benchmarks/baselines/counters.json
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test check format clean
+.PHONY: help setup model demo test check gate counters format clean
 
 help:  ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,7 +38,13 @@ check: setup  ## Formatter, linter, types, import contracts, links, documented c
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/pytest tests/project
 
-test: model check  ## Every check and every test
+gate: model  ## What the engine does with a workload, counted and compared exactly with the baseline
+	$(BIN)/vtune bench counters $(GATE) --baseline $(COUNTERS)
+
+counters: model  ## Count the baseline of the gate anew, after a change that is meant
+	$(BIN)/vtune bench counters $(GATE) --out $(COUNTERS)
+
+test: model check gate  ## Every check and every test
 	$(BIN)/pytest --ignore=tests/project -n 2 --dist loadfile
 
 format:  ## Format and fix what can be fixed
