@@ -309,14 +309,16 @@ def long_tiling(shape: AttentionShape, itemsize: int) -> Tiling:
         return Tiling(max(32, least), 32, 4, 1)
     if width > 128:
         return Tiling(max(64, least), 32, 4, 2)
-    return Tiling(max(128, least), 64, 8, 2)
+    # Widening 8-bit keys takes registers, and with 64 columns they spill.
+    return Tiling(max(128, least), 32 if code_of(shape.kv_format) else 64, 8, 2)
 
 
 def short_tiling(shape: AttentionShape, itemsize: int) -> Tiling:
     """For decode: the fewest rows that hold one token's heads, since it waits for the keys' bytes."""
     width = triton.next_power_of_2(shape.head_dim) * itemsize
     rows = max(MIN_ROWS, triton.next_power_of_2(shape.group))
-    return Tiling(rows, 64 if width <= 256 else 32, 4, 2 if width <= 512 else 1)
+    wide = width <= 256 and not code_of(shape.kv_format)
+    return Tiling(rows, 64 if wide else 32, 4, 2 if width <= 512 else 1)
 
 
 def num_segments(num_tiles: int, shape: AttentionShape, processors: int, longest: int, tiling: Tiling) -> int:
