@@ -8,7 +8,7 @@ Without ``--vllm`` ours alone is measured. No model is involved: each request ge
   Medians over steps of ``schedule()`` and of ``update()``, what they report to the outside included (vLLM:
   an EngineCoreOutput a request; ours: columns of ids and tokens, which is what the HTTP process is sent).
 - *replay*: a whole trace of arrivals. A virtual clock gives every step a time, and requests arrive by it; so
-  both sides make the same steps, which is checked. Processor time summed over making the requests, adding
+  both sides make the same steps, which is checked. The sum over making the requests, adding
   them, ``schedule()`` and ``update()``: hashing, admission, taking and evicting blocks, finishing.
 
 What is left out on both sides: making prompts, and what a runner would do. vLLM runs with its own Python and
@@ -43,7 +43,7 @@ ROOT = Path(__file__).parents[1]
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 16384
 EOS, TOKEN = 2, 7
-clock, processor = time.perf_counter, time.process_time
+clock = time.perf_counter
 
 
 # -- the two sides ------------------------------------------------------------------------------
@@ -303,7 +303,7 @@ class Pace:
 def replay(
     side: Side, trace: Sequence[Arrival], speedup: float, max_num_seqs: int, pace: Pace
 ) -> dict[str, float]:
-    """Processor seconds of the scheduler over a whole trace, by what was called."""
+    """Seconds spent in the scheduler over a whole trace, by what was called."""
     side.start(max_num_seqs, 4096, 1 + 160_000 // BLOCK_SIZE)
     chance = random.Random(0)
     words = [chance.randrange(100, 900) for _ in range(2 * MAX_MODEL_LEN)]
@@ -318,16 +318,16 @@ def replay(
             place, arrival = coming.popleft()
             begin = chance.randrange(MAX_MODEL_LEN)
             prompt = [place, *words[begin : begin + arrival.prompt - 1]]
-            begun = processor()
+            begun = clock()
             side.add(str(place), prompt, arrival.output)
-            seconds["add"] += processor() - begun
-        begun = processor()
+            seconds["add"] += clock() - begun
+        begun = clock()
         plan = side.schedule()
-        between = processor()
+        between = clock()
         result = side.execute(plan)
-        resumed = processor()
+        resumed = clock()
         side.update(plan, result)
-        ended = processor()
+        ended = clock()
         seconds["schedule"] += between - begun
         seconds["update"] += ended - resumed
         count = side.num_tokens(plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 NULL_BLOCK = 0
 """Never handed out. It is also the sentinel that closes the free list into a ring."""
@@ -28,11 +28,20 @@ class PrefixIndex:
             if first.setdefault(block_hash, block) != block:
                 self._later.setdefault(block_hash, []).append(block)
 
-    def remove(self, block_hash: bytes, block: int) -> None:
-        """Forget ``block``, which must have been inserted under ``block_hash``."""
-        if block_hash not in self._later:
-            del self._first[block_hash]
-            return
+    def remove(self, blocks: Iterable[int], hashes: list[bytes | None]) -> None:
+        """Forget those of ``blocks`` that are inserted, and drop their hashes from ``hashes``, by block."""
+        first, later = self._first, self._later
+        for block in blocks:
+            block_hash = hashes[block]
+            if block_hash is None:
+                continue
+            hashes[block] = None
+            if block_hash in later:
+                self._remove_duplicate(block_hash, block)
+            else:
+                del first[block_hash]
+
+    def _remove_duplicate(self, block_hash: bytes, block: int) -> None:
         later = self._later[block_hash]
         if self._first[block_hash] == block:
             self._first[block_hash] = later.pop(0)
@@ -69,6 +78,8 @@ class BlockPool:
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._index = PrefixIndex()
+        self.on_evict: Callable[[bytes, int], None] | None = None
+        """Told what content a block loses as it is handed out."""
 
     @property
     def usage(self) -> float:
@@ -95,17 +106,18 @@ class BlockPool:
         """Pop ``count`` blocks off the head, evicting the content they held. The caller has checked
         that ``count <= num_free``."""
         assert count <= self.num_free, f"{count} blocks asked for, {self.num_free} free"
-        after, refs, hashes, forget = self._next, self._refs, self._hashes, self._index.remove
+        after, refs = self._next, self._refs
         blocks = []
         block = NULL_BLOCK
         for _ in range(count):
             block = after[block]
             refs[block] = 1
-            block_hash = hashes[block]
-            if block_hash is not None:
-                forget(block_hash, block)
-                hashes[block] = None
             blocks.append(block)
+        if self.on_evict is not None:
+            for block_hash, evicted in ((self._hashes[block], block) for block in blocks):
+                if block_hash is not None:
+                    self.on_evict(block_hash, evicted)
+        self._index.remove(blocks, self._hashes)
         head = after[block]  # all before it leave the list at once
         after[NULL_BLOCK], self._prev[head] = head, NULL_BLOCK
         self.num_free -= count
@@ -139,12 +151,8 @@ class BlockPool:
             hashes[block] = block_hash
 
     def drop_hashes(self, blocks: Iterable[int]) -> None:
-        """Forget what hashed blocks were declared to contain."""
-        for block in blocks:
-            block_hash = self._hashes[block]
-            assert block_hash is not None
-            self._index.remove(block_hash, block)
-            self._hashes[block] = None
+        """Forget what blocks were declared to contain."""
+        self._index.remove(blocks, self._hashes)
 
     def reset_hashes(self) -> bool:
         """Forget all content, if every block is free; else change nothing and return False."""
