@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import tokenizers as hf
+from serving_kit import serving
 from tiny_llama import write_config
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -245,3 +248,19 @@ def test_a_model_of_8b_is_refused_on_a_small_machine(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match=r"the weights take 1\d\d GiB in bfloat16, this machine has"):
         ModelRunner(EngineConfig(model=str(tmp_path), load_format="dummy"))
+
+
+def test_a_server_of_dummy_weights_takes_token_ids_alone(tmp_path: Path) -> None:
+    write_config(tmp_path / "model", architectures=["Gemma3ForCausalLM"], head_dim=32, eos_token_id=1)
+    with serving(tmp_path / "model", tmp_path / "log") as server:
+        prompt = {"prompt": [3, 4, 5], "max_tokens": 4, "ignore_eos": True, "temperature": 0}
+        (choice,) = httpx.post(f"{server.url}/v1/completions", json=prompt).json()["choices"]
+        assert re.fullmatch(r"(<\d+>){4}", choice["text"])
+        for path, body in (
+            ("completions", {**prompt, "prompt": "hello"}),
+            ("chat/completions", {"messages": TURNS[:1]}),
+            ("completions", {**prompt, "structured_outputs": {"choice": ["a"]}}),
+        ):
+            answer = httpx.post(f"{server.url}/v1/{path}", json=body)
+            assert answer.status_code == 400, answer.text
+            assert "tokenizer" in answer.json()["error"]["message"]
