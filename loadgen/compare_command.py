@@ -205,9 +205,12 @@ def _write(found: Comparison, out: Path) -> None:
         "github-action-benchmark.json": CompareFormat.GITHUB,
         "bencher.json": CompareFormat.BENCHER,
     }
+    from loadgen.compare_html import html
+
     try:
         for name, format in files.items():
             write_atomically(out / name, [FORMATS[format](found), "\n"])
+        write_atomically(out / "comparison.html", [html(found)])
         for number, pair in enumerate(found.pairs):
             pair.a.save(out / "a" / f"pair-{number:03d}.json")
             pair.b.save(out / "b" / f"pair-{number:03d}.json")

@@ -50,41 +50,53 @@ def html(records: Records, summary: Summary | None = None) -> str:
         *_server(records),
         *_parts(summary),
     ]
-    plots = "".join(
-        figure.to_html(full_html=False, include_plotlyjs=False, div_id=f"plot{i}")
-        for i, figure in enumerate(figures)
-    )
     reasons = "".join(f"<li>{escape(reason)}</li>" for reason in records.reasons)
-    about = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts(records))
-    terms = "".join(
-        f"<dt>{escape(NAMES.get(name, name))}</dt><dd>{escape(text)}</dd>"
-        for name, text in DEFINITIONS.items()
-    )
-    tables = _table(RATE_HEADS, rate_rows(summary)) + _table(LATENCY_HEADS, latency_rows(summary))
+    tables = table(RATE_HEADS, rate_rows(summary)) + table(LATENCY_HEADS, latency_rows(summary))
     if summary.count("queue_p50"):
-        tables += _table(PART_HEADS, part_rows(summary))
-    place = "".join(
-        f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>"
-        for name, value in records.environment.items()
+        tables += table(PART_HEADS, part_rows(summary))
+    body = (
+        f'<p class="verdict">Verdict: <b>{escape(records.verdict)}</b></p><ul>{reasons}</ul>'
+        f"{terms(facts(records))}{tables}{plots(figures)}"
+        f"<h2>Environment</h2>{terms(records.environment.items())}"
+        f"<h2>Definitions</h2>{terms((NAMES.get(name, name), text) for name, text in DEFINITIONS.items())}"
     )
-    verdict = f'<p class="verdict">Verdict: <b>{escape(records.verdict)}</b></p><ul>{reasons}</ul>'
+    return page("Benchmark", body)
+
+
+def page(title: str, body: str) -> str:
+    """A whole document with everything inside it."""
     return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>vtune bench</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>vtune: {escape(title)}</title>'
         f'<link rel="icon" href="data:,"><style>{_STYLE}</style><script>{get_plotlyjs()}</script></head>'
-        f"<body><h1>Benchmark</h1>{verdict}<dl>{about}</dl>{tables}{plots}"
-        f"<h2>Environment</h2><dl>{place}</dl><h2>Definitions</h2><dl>{terms}</dl></body></html>\n"
+        f"<body><h1>{escape(title)}</h1>{body}</body></html>\n"
     )
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def plots(figures: Iterable[go.Figure]) -> str:
+    """The figures one below the other, ``plot0``, ``plot1`` and so on."""
+    return "".join(
+        drawn.to_html(full_html=False, include_plotlyjs=False, div_id=f"plot{i}")
+        for i, drawn in enumerate(figures)
+    )
+
+
+def terms(pairs: Iterable[tuple[str, object]]) -> str:
+    """A list of names and what they are."""
+    items = "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>" for name, value in pairs)
+    return f"<dl>{items}</dl>"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Rows of text under their headings."""
     head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="scroll"><table class="names"><tr>{head}</tr>{body}</table></div>'
 
 
-def _figure(title: str, x: str, y: str, traces: Sequence[Any], **layout: Any) -> go.Figure:
-    figure = go.Figure(traces)
-    figure.update_layout(
+def figure(title: str, x: str, y: str, traces: Sequence[Any], **layout: Any) -> go.Figure:
+    """In the style of all of them."""
+    drawn = go.Figure(traces)
+    drawn.update_layout(
         title=title,
         xaxis_title=x,
         yaxis_title=y,
@@ -93,7 +105,7 @@ def _figure(title: str, x: str, y: str, traces: Sequence[Any], **layout: Any) ->
         showlegend=True,
         **layout,
     )
-    return figure
+    return drawn
 
 
 def _colour(records: Records, cls: str) -> str:
@@ -118,7 +130,7 @@ def _ecdf(summary: Summary, metric: str) -> go.Figure:
             )
         )
     title = f"{NAMES[metric]}: share of samples at or below"
-    return _figure(title, "ms", "share", traces, xaxis_type="log", yaxis_range=[0, 1.01])
+    return figure(title, "ms", "share", traces, xaxis_type="log", yaxis_range=[0, 1.01])
 
 
 def _thin(keep: np.ndarray) -> np.ndarray:
@@ -157,8 +169,7 @@ def _timeline(records: Records) -> go.Figure:
                 text=[f"request {r.index}: {escape(str(r.failure))}" for r in failed],
             )
         )
-    figure = _figure("TTFT of each request", "intended time, s", "s", traces)
-    return _with_window(figure, records)
+    return _with_window(figure("TTFT of each request", "intended time, s", "s", traces), records)
 
 
 def _load(records: Records) -> go.Figure:
@@ -167,7 +178,7 @@ def _load(records: Records) -> go.Figure:
     trace = go.Scatter(
         x=grid, y=in_flight(records.requests, grid), mode="lines", line_shape="hv", name="requests"
     )
-    return _with_window(_figure("Requests in flight", "s", "requests", [trace]), records)
+    return _with_window(figure("Requests in flight", "s", "requests", [trace]), records)
 
 
 def _tokens(records: Records) -> go.Figure:
@@ -176,7 +187,7 @@ def _tokens(records: Records) -> go.Figure:
     end = max(1.0, float(at.max()) if len(at) else 1.0)
     counts, edges = np.histogram(at, bins=max(1, math.ceil(end)), range=(0, math.ceil(end)), weights=weights)
     trace = go.Bar(x=edges[:-1] + 0.5, y=counts, name="tokens/s", marker_color=_COLOURS[0])
-    return _with_window(_figure("Output tokens", "s", "tokens/s", [trace], bargap=0), records)
+    return _with_window(figure("Output tokens", "s", "tokens/s", [trace], bargap=0), records)
 
 
 def _server(records: Records) -> list[go.Figure]:
@@ -191,15 +202,15 @@ def _server(records: Records) -> list[go.Figure]:
             go.Scatter(x=told.at, y=getattr(told, name), mode="lines", line_shape="hv", name=name)
             for name in requests
         ]
-        figures.append(_figure("Requests in the server", "s", "requests", traces))
+        figures.append(figure("Requests in the server", "s", "requests", traces))
     if told.known("kv_usage"):
         usage = [100 * value for value in told.kv_usage]
         trace = go.Scatter(x=told.at, y=usage, mode="lines", line_shape="hv", name="KV cache")
-        figures.append(_figure("KV cache in use", "s", "%", [trace], yaxis_range=[0, 101]))
+        figures.append(figure("KV cache in use", "s", "%", [trace], yaxis_range=[0, 101]))
     if told.known("preemptions"):
         bars = go.Bar(x=told.at, y=told.preemptions, name="preemptions", marker_color=_COLOURS[3])
-        figures.append(_figure("Preemptions between scrapes", "s", "preemptions", [bars], bargap=0))
-    return [_with_window(figure, records) for figure in figures]
+        figures.append(figure("Preemptions between scrapes", "s", "preemptions", [bars], bargap=0))
+    return [_with_window(drawn, records) for drawn in figures]
 
 
 def _parts(summary: Summary) -> list[go.Figure]:
@@ -216,10 +227,10 @@ def _parts(summary: Summary) -> list[go.Figure]:
         )
         for part, colour in zip(PARTS, _COLOURS, strict=False)
     ]
-    return [_figure("Where the mean TTFT went", "class", "s", traces, barmode="stack")]
+    return [figure("Where the mean TTFT went", "class", "s", traces, barmode="stack")]
 
 
-def _with_window(figure: go.Figure, records: Records) -> go.Figure:
+def _with_window(drawn: go.Figure, records: Records) -> go.Figure:
     low, high = records.window
-    figure.add_vrect(low, high, fillcolor="#3b6fb6", opacity=0.06, line_width=0, annotation_text="measured")
-    return figure
+    drawn.add_vrect(low, high, fillcolor="#3b6fb6", opacity=0.06, line_width=0, annotation_text="measured")
+    return drawn

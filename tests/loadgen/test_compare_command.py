@@ -85,7 +85,7 @@ def test_every_format_is_printed_and_written(
     written = {path.name: path.read_text().strip() for path in out.iterdir() if path.is_file()}
     assert set(written) == {
         "comparison.json", "comparison.md", "comparison.csv", "comparison.xml",
-        "github-action-benchmark.json", "bencher.json",
+        "github-action-benchmark.json", "bencher.json", "comparison.html",
     }  # fmt: skip
     assert format is CompareFormat.TEXT or text.strip() in written.values()
     code, again, _ = vtune(out / "a", out / "b", *METRICS, "--format", format.value)
