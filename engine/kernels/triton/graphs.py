@@ -17,6 +17,8 @@ Recorder = Callable[[Launch], Launch]
 
 NUMBERS_PER_SEQUENCE = 7
 """Position, slot, query start, context length, table start, and a tile's sequence and first query."""
+ALIGNMENT = 64
+"""Numbers that lie between these, at most."""
 
 
 class CudaRecorder:
@@ -45,7 +47,7 @@ class LayerGraphs:
         self.sizes = sorted(sizes)
         self._record = record
         self._replays: dict[int, Launch] = {}
-        numbers = self.sizes[-1] * (NUMBERS_PER_SEQUENCE + blocks_per_sequence) + 2
+        numbers = self.sizes[-1] * (NUMBERS_PER_SEQUENCE + blocks_per_sequence) + ALIGNMENT
         self._numbers = torch.zeros(numbers, dtype=torch.int32, device=device)
 
     def size_for(self, sequences: int) -> int:

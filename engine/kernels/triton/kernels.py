@@ -28,6 +28,9 @@ from engine.kernels.triton.graphs import CudaRecorder, LayerGraphs, Recorder
 from engine.kernels.triton.norm import rms_norm
 from engine.kernels.triton.rope import rope_and_store
 
+ALIGNED = 4
+"""Numbers in 16 bytes."""
+
 
 @dataclass(frozen=True)
 class TritonStep:
@@ -150,7 +153,7 @@ class TritonKernels(Kernels):
             *tiles[1],
             batch.tables,
         ]
-        flat = self._pinned(np.concatenate(sections))
+        flat = self._pinned(_joined(sections))
         if self._graphs is not None and size:
             flat = self._graphs.place(flat)
         else:
@@ -226,7 +229,24 @@ def _tiles(query_start: Int32, sequences: NDArray[np.intp], tokens: int) -> tupl
     return sequences[which].astype(np.int32), (starts[which] + place * tokens).astype(np.int32)
 
 
+def _starts(sections: Sequence[Int32]) -> list[int]:
+    """Where each array begins when they are laid one after the other, and the end of all. Begins are
+    multiples of 16 bytes: Triton compiles a kernel anew for pointers that are aligned otherwise."""
+    ends = np.cumsum([0, *(-(-len(section) // ALIGNED) * ALIGNED for section in sections)])
+    starts: list[int] = ends.tolist()
+    return starts
+
+
+def _joined(sections: Sequence[Int32]) -> Int32:
+    """The arrays in one."""
+    *starts, end = _starts(sections)
+    joined = np.zeros(end, dtype=np.int32)
+    for start, section in zip(starts, sections, strict=True):
+        joined[start : start + len(section)] = section
+    return joined
+
+
 def _cut(flat: torch.Tensor, sections: Sequence[Int32]) -> list[torch.Tensor]:
-    """Views of arrays that were laid end to end."""
-    ends = np.cumsum([len(section) for section in sections]).tolist()
-    return [flat[end - len(section) : end] for section, end in zip(sections, ends, strict=True)]
+    """What ``_joined`` made one, as views."""
+    starts = _starts(sections)[:-1]
+    return [flat[start : start + len(section)] for start, section in zip(starts, sections, strict=True)]
