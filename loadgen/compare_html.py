@@ -72,10 +72,7 @@ def _pairs(comparison: Comparison) -> list[go.Figure]:
         traces = [
             go.Scatter(
                 x=list(range(1, len(comparison.pairs) + 1)),
-                y=[
-                    getattr(pair, side).summary().value(name, cls.rstrip("}") or None)
-                    for pair in comparison.pairs
-                ],
+                y=_values(comparison, row.metric, side),
                 mode="lines+markers",
                 name=side.upper(),
                 line_color=colour,
