@@ -129,15 +129,19 @@ def test_int8_products(
     bias, before = torch.randn(columns).to(dtype), torch.randn(rows, columns).to(dtype)
     (x8, x_scales), (w8, w_scales) = quantise_rows(x), quantise_rows(weight)
     exact = (x8.double() @ w8.double().T) * x_scales.double() * w_scales.double().T
+
+    def error(out: torch.Tensor, expected: torch.Tensor) -> float:
+        return float((out.double() - expected).abs().max() / (1 + expected.abs().max()))
+
     linear = kernels.pack(weight, bias)
     wide = torch.empty(rows, columns)
     kernels.linear(x, linear, wide)
-    torch.testing.assert_close(wide.double(), exact + bias.double(), atol=1e-4, rtol=1e-5)
+    # Half a step, which is common among so short numbers, may be rounded to either side.
+    assert error(wide, exact + bias.double()) < (1e-5 if dtype == torch.float32 else 8e-3)
     added = before.clone()
     kernels.linear_add(x, kernels.pack(weight), added)
-    tolerance = 1e-4 if dtype == torch.float32 else 0.3
-    torch.testing.assert_close(added.double(), exact + before.double(), atol=tolerance, rtol=tolerance / 10)
-    assert ((exact - x.double() @ weight.double().T).abs().max() / exact.abs().max()) < 0.03
+    assert error(added, exact + before.double()) < (1e-5 if dtype == torch.float32 else 1.6e-2)
+    assert error(exact, x.double() @ weight.double().T) < 0.03
 
 
 def test_int8_weights_take_a_byte_each(dtype: torch.dtype) -> None:
