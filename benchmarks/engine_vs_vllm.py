@@ -1,8 +1,8 @@
 """Output speed of the bundled engine beside a real vLLM on the same CPU, same model, same client, in one run.
 
-    .venv/bin/python -m benchmarks.engine_vs_vllm --vllm PATH/TO/venv/bin/vllm [--rounds 3] [--json FILE]
+    .venv/bin/python -m benchmarks.engine_vs_vllm --vllm VENV/bin/vllm [--int8] [--rounds 3] [--json FILE]
 
-Both servers are up and loaded in turn (ABBA), closed loop, random prompts of 256 tokens, 64 tokens out, bf16,
+All servers are up and loaded in turn (ABBA), closed loop, random prompts of 256 tokens, 64 tokens out, bf16,
 ignore_eos, prompts never repeated. vLLM runs at its best CPU setting: worker threads on both cores
 (``VLLM_CPU_OMP_THREADS_BIND=0-N OMP_NUM_THREADS=N+1``); its default keeps one core back. Leave the machine
 alone meanwhile: the load average before and after is printed.
@@ -47,13 +47,18 @@ def vllm_at_its_best(program: str, model: Path) -> ServerTarget:
 
 
 @contextlib.contextmanager
-def both(vllm: str) -> Iterator[dict[str, OpenTarget]]:
-    """The two servers, up."""
+def servers_of(vllm: str, int8: bool) -> Iterator[dict[str, OpenTarget]]:
+    """The servers, up: ours, ours in int8 where asked for, vLLM."""
     model = fetch_bundled()
+    targets = [(ServerTarget.bundled(str(model)), FLAGS)]
+    if int8:
+        ours = ServerTarget.bundled(str(model), name="int8")
+        targets.append((ours, {**FLAGS, "quantization": "int8_per_channel"}))
+    targets.append((vllm_at_its_best(vllm, model), FLAGS))
     with contextlib.ExitStack() as stack:
         servers = {}
-        for target in (ServerTarget.bundled(str(model)), vllm_at_its_best(vllm, model)):
-            servers[target.name] = stack.enter_context(target.open(FLAGS))
+        for target, flags in targets:
+            servers[target.name] = stack.enter_context(target.open(flags))
             print(f"{target.name} ready after {servers[target.name].start_seconds:.1f} s", flush=True)
         yield servers
 
@@ -91,24 +96,29 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--vllm", required=True, help="the vllm program of an environment with vllm-cpu 0.32")
+    parser.add_argument("--int8", action="store_true", help="ours with --quantization int8_per_channel, too")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each server (default 3)")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[16, 1], help="requests in flight")
     parser.add_argument("--json", type=Path, help="write every value here")
     options = parser.parse_args()
     print(f"load average before: {os.getloadavg()[0]:.2f}")
     results = {}
-    with both(options.vllm) as servers:
+    with servers_of(options.vllm, options.int8) as servers:
         for concurrency in options.concurrency:
             results[concurrency] = measure(servers, concurrency, options.rounds)
     print(f"load average after: {os.getloadavg()[0]:.2f}\n")
-    print(f"{'concurrency':>11}  {'metric':<11}{'bundled':>10}{'vllm':>10}{'ratio':>8}   (medians)")
+    names = [name for name in servers if name != "vllm"]
+    columns = "".join(f"{name:>10}{'ratio':>7}" for name in names)
+    print(f"{'concurrency':>11}  {'metric':<11}{'vllm':>10}{columns}   (medians)")
     for concurrency, by_server in results.items():
         for metric in METRICS:
-            ours, theirs = (statistics.median(by_server[name][metric]) for name in ("bundled", "vllm"))
+            middle = {name: statistics.median(values[metric]) for name, values in by_server.items()}
             scale, unit = (1, "tok/s") if metric == "throughput" else (1000, "ms")
-            ratio = ours / theirs if theirs else math.nan
-            row = f"{ours * scale:>10.1f}{theirs * scale:>10.1f}{ratio:>8.2f}   {unit}"
-            print(f"{concurrency:>11}  {metric:<11}{row}")
+            row = f"{middle['vllm'] * scale:>10.1f}"
+            for name in names:
+                ratio = middle[name] / middle["vllm"] if middle["vllm"] else math.nan
+                row += f"{middle[name] * scale:>10.1f}{ratio:>7.2f}"
+            print(f"{concurrency:>11}  {metric:<11}{row}   {unit}")
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
 
