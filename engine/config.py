@@ -22,6 +22,7 @@ UNIFIED_ONLY = (
     "max_num_partial_prefills",
     "max_long_partial_prefills",
     "async_scheduling",
+    "kv_offloading_size",
     "speculative_config",
 )
 """Flags that ``--scheduler static`` and ``two-track`` do not have."""
@@ -271,6 +272,9 @@ class EngineConfig:
     """Batch sizes that decode steps are padded to; None: 1, 2, 4, every 8th, and every 16th from 256 on."""
     max_cudagraph_capture_size: int | None = None
     """The largest of these; None: twice ``max_num_seqs``, 512 at most."""
+    kv_offloading_size: float | None = None
+    """GiB of host memory for KV blocks that the device's pool evicts; None: no offloading."""
+    kv_offloading_backend: Literal["native"] = "native"
     async_scheduling: bool = False
     """Plan a step while the one before it computes. vLLM's default is on where it can: here no core idles."""
     speculative_config: SpeculativeConfig | None = None
@@ -394,6 +398,7 @@ class EngineConfig:
         self._validate_scheduler()
         self._validate_step_tokens()
         self._validate_partial_prefills()
+        self._validate_offloading()
         self._validate_capture_sizes()
         if length is not None and tokens > seqs * length:
             warnings.warn(
@@ -447,6 +452,20 @@ class EngineConfig:
         if sizes and largest is not None and largest != max(sizes):
             rule = f"must be the largest of cudagraph_capture_sizes ({max(sizes)}), where both are given"
             raise ConfigError("max_cudagraph_capture_size", largest, rule, "drop one of the flags")
+
+    def _validate_offloading(self) -> None:
+        flag, size = "kv_offloading_size", self.kv_offloading_size
+        if self.kv_offloading_backend != "native":
+            raise ConfigError(
+                "kv_offloading_backend", self.kv_offloading_backend, "must be native", "drop the flag"
+            )
+        if size is None:
+            return
+        if not 0 < size < MAX_BYTES / GIB:
+            raise ConfigError(flag, size, "must be GiB, more than 0", "e.g. 1")
+        if not self.enable_prefix_caching:
+            rule = "offloaded blocks are found by the prefix cache, which is off"
+            raise ConfigError(flag, size, rule, "drop --no-enable-prefix-caching, or the flag")
 
     def _validate_partial_prefills(self) -> None:
         flag, most, most_long = (

@@ -39,7 +39,7 @@ class Runner(Protocol):
         """Make the KV cache."""
 
     def allocate_host(self, num_blocks: int) -> None:
-        """Make the swap space in host memory: called where ``--preemption-mode swap`` needs it."""
+        """Make room in host memory: called where ``--preemption-mode swap`` or offloading needs it."""
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Copy the blocks that the plan swaps, then compute the step."""
@@ -124,7 +124,7 @@ def make_scheduler(config: EngineConfig, num_blocks: int, num_host_blocks: int =
         return StaticBatchScheduler(config, num_blocks)
     if config.scheduler == "two-track":
         return TwoTrackScheduler(config, num_blocks, num_host_blocks)
-    return UnifiedScheduler(config, num_blocks)
+    return UnifiedScheduler(config, num_blocks, num_host_blocks)
 
 
 class EngineCore:
@@ -172,9 +172,12 @@ class EngineCore:
     def _num_host_blocks(self) -> int:
         """Blocks of the swap space, no more than everybody who can run would fill; 0 where nobody swaps."""
         config, plan = self.config, self.memory_plan
+        block_bytes = self.runner.kv_bytes_per_token * config.block_size
+        if config.kv_offloading_size is not None:
+            return max(int(config.kv_offloading_size * GIB) // block_bytes, 1)
         if config.preemption_mode != "swap":
             return 0
-        room = int(config.swap_space * GIB) // (self.runner.kv_bytes_per_token * config.block_size)
+        room = int(config.swap_space * GIB) // block_bytes
         return min(room, config.max_num_seqs * -(-plan.max_model_len // config.block_size))
 
     @property
@@ -229,7 +232,7 @@ class EngineCore:
         output = self._update(plan, pending.result())
         upcoming = scheduler.settle(upcoming)
         self._in_flight = None
-        if upcoming.scheduled or upcoming.failed or scheduler.has_unfinished:
+        if upcoming.scheduled or upcoming.failed or upcoming.transfers or scheduler.has_unfinished:
             self._in_flight = _InFlight(next_started_at, upcoming, runner.start(upcoming))
         return started_at, plan, output
 

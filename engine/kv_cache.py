@@ -50,8 +50,28 @@ class KVCacheManager:
         through its prefill; only what ``num_tokens`` needs is taken. False: there is no room, and nothing
         has changed, the order of the free list included.
         """
+        if not self._start(request, hits, num_tokens + lookahead):
+            return False
+        return self.extend(request, num_tokens, lookahead)
+
+    def receive(self, request: Request, hits: Sequence[int], num_tokens: int) -> bool:
+        """Like :meth:`admit`, for whole blocks that are loaded from elsewhere: they get their hashes only
+        when they are there."""
+        if not self._start(request, hits, num_tokens):
+            return False
+        request.block_ids += self.pool.allocate(num_tokens // self.block_size)
+        return True
+
+    def resume(self, request: Request, num_tokens: int, lookahead: int = 0) -> bool:
+        """Like :meth:`admit`, for a request that holds its first blocks already."""
+        whole = max(request.num_computed_tokens + num_tokens + lookahead, request.num_tokens)
+        if -(-whole // self.block_size) - len(request.block_ids) > self.pool.num_free:
+            return False
+        return self.extend(request, num_tokens, lookahead)
+
+    def _start(self, request: Request, hits: Sequence[int], num_slots: int) -> bool:
         computed = len(hits) * self.block_size
-        whole = max(computed + num_tokens + lookahead, request.num_tokens)
+        whole = max(computed + num_slots, request.num_tokens)
         missing = -(-whole // self.block_size) - len(hits)
         if missing + self.pool.count_free(hits) > self.pool.num_free:
             return False
@@ -59,7 +79,7 @@ class KVCacheManager:
         request.block_ids = list(hits)
         request.num_hashed_blocks = len(hits)
         request.num_computed_tokens = computed
-        return self.extend(request, num_tokens, lookahead)
+        return True
 
     def extend(self, request: Request, num_tokens: int, lookahead: int = 0) -> bool:
         """Room for ``num_tokens + lookahead`` after those computed. False: no room, nothing has changed.
@@ -107,6 +127,10 @@ class KVCacheManager:
             new.append(hashes[place])
             request.num_hashed_blocks = place + 1
         self.pool.set_hashes(blocks, new)
+
+    def hashes(self, request: Request) -> Sequence[bytes]:
+        """The hash of each block that the request's tokens fill."""
+        return self._hashes(request, request.num_tokens // self.block_size)
 
     def forget(self, request: Request, num_tokens: int) -> None:
         """Take the hashes off the blocks beyond the request's first ``num_tokens``: they were hashed in this

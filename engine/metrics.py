@@ -50,7 +50,8 @@ class PrometheusMetrics:
     """The families behind ``/metrics``, in a registry of their own.
 
     ``cache_info`` becomes the labels of ``cache_config_info``; the ``spec_decode_*`` families exist only with
-    ``num_speculative_tokens`` > 0, as in vLLM, so that their absence says that speculation is off.
+    ``num_speculative_tokens`` > 0, and the external prefix cache's with ``kv_connector``, as in vLLM, so that
+    their absence says that it is off.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class PrometheusMetrics:
         *,
         max_model_len: int,
         num_speculative_tokens: int = 0,
+        kv_connector: bool = False,
         cache_info: Mapping[str, object] | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
@@ -67,6 +69,12 @@ class PrometheusMetrics:
         self._define_gauges(cache_info or {})
         self._define_counters()
         self._define_histograms(token_buckets(max_model_len))
+        self._external: tuple[Counter, Counter] | None = None
+        if kv_connector:
+            self._external = (
+                self._counter("external_prefix_cache_queries", "Tokens asked of the KV connector."),
+                self._counter("external_prefix_cache_hits", "Tokens it has loaded."),
+            )
         self._spec_positions: list[Counter] = []
         if num_speculative_tokens:
             self._define_spec_decode(num_speculative_tokens)
@@ -84,6 +92,10 @@ class PrometheusMetrics:
         self._kv_usage.set(stats.kv_usage)
         self._prefix_queries.inc(stats.prefix_queries)
         self._prefix_hits.inc(stats.prefix_hits)
+        if self._external is not None:
+            queries, hits = self._external
+            queries.inc(stats.external_queries)
+            hits.inc(stats.external_hits)
         self._preemptions.inc(stats.preemptions)
         if stats.had_output:
             self._record_iteration(stats)
@@ -105,7 +117,9 @@ class PrometheusMetrics:
         computed = stats.prompt_tokens - stats.prompt_tokens_cached
         self._prompt_tokens.inc(stats.prompt_tokens)
         self._prompt_sources["local_compute"].inc(computed)
-        self._prompt_sources["local_cache_hit"].inc(stats.prompt_tokens_cached)
+        local = stats.prompt_tokens_cached - stats.prompt_tokens_external
+        self._prompt_sources["local_cache_hit"].inc(local)
+        self._prompt_sources["external_kv_transfer"].inc(stats.prompt_tokens_external)
         self._prompt_cached.inc(stats.prompt_tokens_cached)
         self._generation_tokens.inc(stats.generation_tokens)
         self._iteration_tokens.observe(computed + stats.generation_tokens)

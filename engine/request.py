@@ -130,6 +130,8 @@ class Request:
     mid_prefill: bool = False
     """True after a step that left it short of its own tokens: it emitted nothing."""
     num_preemptions: int = 0
+    num_external_tokens: int = 0
+    """Of the tokens that are computed, those that a KV connector has loaded last."""
     num_cached_tokens: int = 0
     """Prefix-hit tokens at the first admission."""
     gate: Gate | None = None

@@ -29,6 +29,7 @@ from engine.kernels.device import (
 )
 from engine.kernels.host import HostBlocks
 from engine.kernels.kv_format import kv_format
+from engine.kv_transfer import KVConnectorWorker
 from engine.lab.padding import padding_sequences
 from engine.model import TensorError, Workspace, attention_shape, layer_rope_tables, load_decoder
 from engine.model_config import ModelConfig, load_model_config
@@ -105,6 +106,7 @@ class ModelRunner:
         )
         self._caches: list[Any] = []
         self._host: HostBlocks | None = None
+        self._connector: KVConnectorWorker | None = None
         self._sampler = make_sampler(config.seed, self._kernels)
         self._thread = ThreadPoolExecutor(1, "runner")  # started by its first step
         with place_on(self._device):
@@ -186,8 +188,11 @@ class ModelRunner:
         wanted = num_blocks * self.config.block_size * self.kv_bytes_per_token
         if wanted > (memory := memory_of(CPU)):
             rule = f"this machine has {memory / GIB:,.1f} GiB"
-            raise ConfigError("swap_space", self.config.swap_space, rule, "lower --swap-space")
+            flag = "swap_space" if self.config.kv_offloading_size is None else "kv_offloading_size"
+            fix = f"lower --{flag.replace('_', '-')}"
+            raise ConfigError(flag, getattr(self.config, flag), rule, fix)
         self._host = HostBlocks(self._caches, num_blocks)
+        self._connector = KVConnectorWorker(self._host)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens into the KV cache, and choose the next ones of requests that emit."""
@@ -202,6 +207,8 @@ class ModelRunner:
         scheduled, token_ids, batch, tables = inputs
         if self._host is not None:
             self._host.swap(plan.swap_out, plan.swap_in)
+        if plan.transfers is not None and self._connector is not None:
+            self._connector.start(plan.transfers)
         if not scheduled:
             return StepResult({})
         hidden = self._decoder.forward(token_ids, batch, self._caches, self._workspace)

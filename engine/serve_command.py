@@ -102,6 +102,12 @@ def serve(
             "--enable-prompt-tokens-details", help="Tell in usage how many tokens of the prompt were cached."
         ),
     ] = False,
+    enable_per_request_metrics: Annotated[
+        bool,
+        typer.Option(
+            "--enable-per-request-metrics", help="Tell with the usage how long the engine took for a request."
+        ),
+    ] = False,
     model: Annotated[str, _flag("The same as MODEL.")] = "bundled",
     tokenizer: Annotated[str | None, _flag("Where the tokenizer is, if not with the model.")] = None,
     served_model_name: Annotated[
@@ -169,6 +175,10 @@ def serve(
     max_cudagraph_capture_size: Annotated[
         int | None, _count("The largest of these sizes; twice --max-num-seqs by default, at most 512.")
     ] = None,
+    kv_offloading_size: Annotated[
+        float | None, _flag("GiB of host memory for KV blocks that the pool evicts.", metavar="GIB")
+    ] = None,
+    kv_offloading_backend: Annotated[Literal["native"], _flag("Who offloads.")] = "native",
     async_scheduling: Annotated[bool, _flag("Plan a step while the one before it computes.")] = False,
     speculative_config: Annotated[
         Any,
@@ -199,7 +209,7 @@ def serve(
     ] = "recompute",
     swap_space: Annotated[float, _flag("GiB of host memory for --preemption-mode swap.")] = 4,
 ) -> None:
-    """Start the server; every parameter but the first seven is the field of EngineConfig of the same name."""
+    """Start the server; every parameter but the first eight is the field of EngineConfig of the same name."""
     from engine.server import ServeError, ServerOptions
     from engine.server import serve as run
 
@@ -212,7 +222,12 @@ def serve(
         config = EngineConfig(**{name: value for name, value in given.items() if name in names})
         config.validate()
         options = ServerOptions(
-            host, port, tuple(api_key or ()), not disable_uvicorn_access_log, enable_prompt_tokens_details
+            host,
+            port,
+            tuple(api_key or ()),
+            not disable_uvicorn_access_log,
+            enable_prompt_tokens_details,
+            enable_per_request_metrics,
         )
         code = run(config, options, _non_default(context, given))
     except (ConfigError, ServeError) as error:

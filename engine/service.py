@@ -29,6 +29,7 @@ from engine.metrics import PrometheusMetrics
 from engine.model_config import ModelConfig, load_model_config
 from engine.process import EngineDeadError, EngineInfo, EngineProcess
 from engine.punctual import PunctualProtocol
+from engine.responses import Tells
 from engine.server import ModelPaths, ServerOptions, cannot_listen
 from engine.tokenizer import Tokenizer
 
@@ -109,7 +110,8 @@ class _HttpServer(uvicorn.Server):
     """uvicorn, with the signals left to us: its own handling ends the process by the signal it caught."""
 
     def __init__(self, frontend: Frontend, options: ServerOptions) -> None:
-        api = Api(frontend, version("vtune-llm"), options.prompt_tokens_details)
+        tells = Tells(options.prompt_tokens_details, options.per_request_metrics)
+        api = Api(frontend, version("vtune-llm"), tells)
         super().__init__(
             uvicorn.Config(
                 build_app(api.routes(), options.api_keys),
@@ -163,6 +165,7 @@ def _metrics(info: EngineInfo) -> PrometheusMetrics:
         config.served_name,
         max_model_len=config.max_model_len,
         num_speculative_tokens=config.num_speculative_tokens,
+        kv_connector=config.kv_offloading_size is not None,
         cache_info={
             "block_size": config.block_size,
             "cache_dtype": config.kv_cache_dtype,

@@ -165,6 +165,8 @@ class SimulatedRunner:
         return self._begin(plan, load)
 
     def _begin(self, plan: StepPlan, load: StepLoad) -> PendingStep:
+        for transfer in plan.transfers.loads if plan.transfers is not None else ():
+            transfer.finish()
         seconds = self.times.device_seconds(load)
         self.device_seconds += seconds
         self._started_at = self.clock.now

@@ -26,6 +26,7 @@ from engine.step import Outputs, StepOutput, StepPlan
 class FinishedStats:
     """One finished request. Times in seconds; ``max_tokens`` is the limit it ran under."""
 
+    request_id: str
     reason: str
     e2e: float
     queue: float
@@ -50,11 +51,15 @@ class StepStats:
     """Of these, who wait for something else than room."""
     kv_usage: float = 0.0
     prefix_queries: int = 0
+    external_queries: int = 0
+    external_hits: int = 0
     prefix_hits: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
     """Of ``prompt_tokens``, those that came out of the prefix cache."""
+    prompt_tokens_external: int = 0
+    """Of these, those that a KV connector had loaded."""
     generation_tokens: int = 0
     had_output: bool = False
     first_token_latencies: tuple[float, ...] = ()
@@ -72,6 +77,8 @@ class SchedulerStats(Protocol):
 
     prefix_queries: int
     prefix_hits: int
+    external_queries: int
+    external_hits: int
     num_preemptions: int
 
 
@@ -106,7 +113,7 @@ class StepObserver:
         self._timelines: dict[str, _Timeline] = {}
         self._last_token: dict[str, float] = {}
         """When each request put out its last token, beside the timelines to be updated in one go."""
-        self._seen = (0, 0, 0)
+        self._seen = _counts(scheduler.stats)
         self._num_deferred = 0
 
     def queued(self, request: Request) -> None:
@@ -135,6 +142,7 @@ class StepObserver:
         return self._stats(
             prompt_tokens=sum(request.num_prompt_tokens for request in begun),
             prompt_tokens_cached=sum(request.num_cached_tokens for request in begun),
+            prompt_tokens_external=sum(request.num_external_tokens for request in begun),
             generation_tokens=outputs.num_tokens,
             had_output=bool(outputs),
             first_token_latencies=tuple(now - request.arrival_time for request in begun),
@@ -180,6 +188,7 @@ class StepObserver:
         last = self._last_token.pop(request_id, first)
         generated = request.num_output_tokens
         return FinishedStats(
+            request_id=request_id,
             reason=status.value,
             e2e=now - request.arrival_time,
             queue=scheduled - timeline.queued,
@@ -197,16 +206,24 @@ class StepObserver:
     def _stats(self, **figures: Any) -> StepStats:
         """``figures``, with the scheduler's gauges and what its counters gained since the last call."""
         scheduler = self._scheduler
-        counts = scheduler.stats
-        seen, self._seen = self._seen, (counts.prefix_queries, counts.prefix_hits, counts.num_preemptions)
-        queries, hits, preemptions = (new - old for new, old in zip(self._seen, seen, strict=True))
+        seen, self._seen = self._seen, _counts(scheduler.stats)
+        gained = {name: count - seen[name] for name, count in self._seen.items()}
         return StepStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_deferred=min(self._num_deferred, scheduler.num_waiting),
             kv_usage=scheduler.kv_usage,
-            prefix_queries=queries,
-            prefix_hits=hits,
-            preemptions=preemptions,
+            **gained,
             **figures,
         )
+
+
+def _counts(stats: SchedulerStats) -> dict[str, int]:
+    """A scheduler's counts, under the names they have in StepStats."""
+    return {
+        "prefix_queries": stats.prefix_queries,
+        "prefix_hits": stats.prefix_hits,
+        "external_queries": stats.external_queries,
+        "external_hits": stats.external_hits,
+        "preemptions": stats.num_preemptions,
+    }

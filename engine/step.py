@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, overload
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 from engine.request import Request, RequestStatus
+
+if TYPE_CHECKING:
+    from engine.kv_transfer import KVTransfers
 
 PLACEHOLDER_TOKEN_ID = -1
 """A draft nobody proposed: it pads a request that is admitted one token short. The runner must reject it."""
@@ -144,6 +147,8 @@ class StepPlan:
     """Why somebody still waits; None when nobody does."""
     failed: tuple[Request, ...] = ()
     """Requests whose gate will never open: ``update`` reports them."""
+    transfers: KVTransfers | None = None
+    """What the KV connector has to move."""
     padding: tuple[int, ...] = ()
     """Token slots computed for nobody, a sequence each: what static batching pads its members with."""
     swap_out: tuple[tuple[int, int], ...] = ()

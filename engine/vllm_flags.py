@@ -27,7 +27,7 @@ enable-flashinfer-autotune enable-force-include-usage enable-hc-sp enable-layerw
 enable-log-deltas enable-log-outputs enable-log-requests enable-logging-iteration-details enable-lora
 enable-mamba-cache-stochastic-rounding enable-mamba-shared-prefix-checkpoint enable-mfu-metrics
 enable-mixed-moe-lora-format enable-mm-embeds enable-moe-shared-loras enable-nccl-comm-suspend
-enable-offline-docs enable-per-request-metrics enable-prompt-embeds
+enable-offline-docs enable-prompt-embeds
 enable-request-id-headers enable-return-routed-experts enable-scale-out enable-server-load-tracking
 enable-shm-tensor-arena enable-sleep-mode enable-ssl-refresh enable-tokenizer-info-endpoint
 enable-tower-connector-lora enable-trace-replay engram-config eplb-config
@@ -37,7 +37,7 @@ generation-config grpc grpc-port h11-max-header-count h11-max-incomplete-event-s
 hf-config-path hf-overrides hf-token ignore-patterns interleave-mm-strings io-processor-plugin
 ir-op-priority jit-monitor-mode jit-monitor-verbose json-arg kda-decode-backend kda-prefill-backend
 kernel-config kv-cache-dtype-skip-layers kv-cache-memory-bytes kv-cache-metrics
-kv-cache-metrics-sample kv-events-config kv-offloading-backend kv-offloading-size kv-sharing-fast-prefill
+kv-cache-metrics-sample kv-events-config kv-sharing-fast-prefill
 kv-transfer-config language-model-only limit-mm-per-prompt linear-backend log-config-file log-error-stack
 log-level logging-config logits-processors logprobs-mode long-prefill-token-threshold-adaptive lora-dtype
 lora-modules lora-target-modules mamba-backend mamba-block-size mamba-cache-dtype mamba-cache-mode

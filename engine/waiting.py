@@ -25,6 +25,8 @@ class Gate(ABC):
 
     status: RequestStatus
     """What the request's status is until then."""
+    then: RequestStatus = RequestStatus.WAITING
+    """What it is afterwards."""
 
     @abstractmethod
     def ready(self) -> bool:
