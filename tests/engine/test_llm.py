@@ -138,7 +138,7 @@ def test_bad_arguments(tiny: Path) -> None:
 
 def test_the_real_model_answers_and_stops() -> None:
     try:
-        llm = LLM("bundled", max_model_len=256, max_num_seqs=8)
+        llm = LLM("bundled", dtype="float32", max_model_len=256, max_num_seqs=8)
     except FetchError as error:
         pytest.skip(f"the bundled model cannot be had: {error}")
     chat = llm.tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}])
