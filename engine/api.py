@@ -27,7 +27,7 @@ from engine.protocol import (
     parse_chat,
 )
 from engine.request import SamplingParams
-from engine.responses import ChatWriter, Choice, CompletionWriter, Writer
+from engine.responses import ChatWriter, Choice, CompletionWriter, Tells, Writer
 from engine.tokenizer import ChatTemplateError, NoTokenizerError, Tokenizer
 
 T = TypeVar("T")
@@ -41,9 +41,8 @@ LONG_TEXT = 20_000
 class Api:
     """The endpoints of one server, over one frontend."""
 
-    def __init__(self, frontend: Frontend, version: str, prompt_tokens_details: bool = False) -> None:
-        """``prompt_tokens_details``: usage tells how many tokens of the prompts were cached."""
-        self._frontend, self._version, self._tells_cached = frontend, version, prompt_tokens_details
+    def __init__(self, frontend: Frontend, version: str, tells: Tells) -> None:
+        self._frontend, self._version, self._tells = frontend, version, tells
         self._config = frontend.info.config
         self._model_name = self._config.served_name
         assert self._config.max_model_len is not None
@@ -89,10 +88,10 @@ class Api:
 
     def _writes(
         self, options: Options, prompts: Sequence[list[int]]
-    ) -> tuple[str, str, Tokenizer, Options, Sequence[list[int]], bool]:
+    ) -> tuple[str, str, Tokenizer, Options, Sequence[list[int]], Tells]:
         """What a writer is made of."""
         name = options.request_id or uuid.uuid4().hex
-        return name, self._model_name, self._frontend.tokenizer, options, prompts, self._tells_cached
+        return name, self._model_name, self._frontend.tokenizer, options, prompts, self._tells
 
     async def _answer(
         self,

@@ -15,6 +15,7 @@ from engine.model_config import ModelConfig
 from engine.process import EngineDeadError, EngineInfo, EngineProcess
 from engine.protocol import Options
 from engine.request import Request, RequestStatus, SamplingParams
+from engine.stats import FinishedStats
 from engine.step import RequestOutput
 from engine.text_stream import Piece, TextStream
 from engine.tokenizer import Tokenizer
@@ -28,6 +29,8 @@ class Delta:
     piece: Piece
     cached_tokens: int = 0
     """Tokens of its prompt that were found in the prefix cache."""
+    timing: FinishedStats | None = None
+    """How long the engine took for it, with the last delta (not of one that ended at a stop string)."""
 
 
 class Frontend:
@@ -70,6 +73,10 @@ class Frontend:
                     mailbox = self._mailboxes.get(request_id)
                     if mailbox is not None:
                         mailbox.cached.setdefault(request_id, cached)  # when it is resumed, the first counts
+                for finished in step.stats.finished:
+                    mailbox = self._mailboxes.get(finished.request_id)
+                    if mailbox is not None:
+                        mailbox.finished[finished.request_id] = finished
                 for output in step.outputs:
                     mailbox = self._mailboxes.get(output.request_id)
                     if mailbox is not None:
@@ -126,7 +133,8 @@ class Frontend:
                     if output.finish is RequestStatus.FINISHED_ERROR:
                         raise RequestError(str(output.stop_reason))
                     cached = mailbox.cached.get(output.request_id, 0)
-                    deltas.append(delta := sequence.advance(output, cached))
+                    timing = mailbox.finished.get(output.request_id)
+                    deltas.append(delta := sequence.advance(output, cached, timing))
                     if sequence.finished:
                         self._finished(sequence, output, groups[delta.index // options.n])
                         del open_sequences[output.request_id]
@@ -185,20 +193,21 @@ class _Sequence:
     def request_id(self) -> str:
         return self.request.request_id
 
-    def advance(self, output: RequestOutput, cached_tokens: int) -> Delta:
+    def advance(self, output: RequestOutput, cached_tokens: int, timing: FinishedStats | None) -> Delta:
         piece = self.text.advance(output)
         self.finished = piece.finish_reason is not None
-        return Delta(self.index, piece, cached_tokens)
+        return Delta(self.index, piece, cached_tokens, timing)
 
 
 class _Mailbox:
     """Output that waits for its request's coroutine, which is woken once for all that a step brings."""
 
-    __slots__ = ("_error", "_outputs", "_waiter", "cached")
+    __slots__ = ("_error", "_outputs", "_waiter", "cached", "finished")
 
     def __init__(self) -> None:
         self.cached: dict[str, int] = {}
         """Prefix-hit tokens of the requests that were admitted."""
+        self.finished: dict[str, FinishedStats] = {}
         self._outputs: list[RequestOutput] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None

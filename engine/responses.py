@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from engine.frontend import Delta
 from engine.protocol import Options
+from engine.stats import FinishedStats
 from engine.step import TokenLogprobs
 from engine.text_stream import Piece
 from engine.tokenizer import Tokenizer
@@ -38,6 +39,33 @@ class Usage:
         if self.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": sum(self.cached_tokens.values())}
         return usage
+
+
+@dataclass(frozen=True, slots=True)
+class Tells:
+    """What an answer says of the work behind it, beyond what OpenAI's do."""
+
+    cached_tokens: bool = False
+    """Usage has the prompts' cached tokens (--enable-prompt-tokens-details)."""
+    timing: bool = False
+    """The answer to one sequence has the engine's times of it (--enable-per-request-metrics)."""
+
+
+def timing_metrics(timing: FinishedStats | None) -> dict[str, float]:
+    """vLLM's ``metrics`` of an answer, in ms and tokens/s: ``time_to_first_token_ms`` begins when the request
+    is first scheduled, ``generation_time_ms`` is the decode interval. Empty where the engine did not tell."""
+    if timing is None:
+        return {}
+    metrics = {
+        "time_to_first_token_ms": 1e3 * timing.prefill,
+        "generation_time_ms": 1e3 * timing.decode,
+        "queue_time_ms": 1e3 * timing.queue,
+    }
+    if timing.generation_tokens > 1:
+        metrics["mean_itl_ms"] = 1e3 * timing.time_per_output_token
+    if timing.inference > 0:
+        metrics["tokens_per_second"] = timing.generation_tokens / timing.inference
+    return metrics
 
 
 @dataclass(slots=True)
@@ -71,18 +99,22 @@ class Writer:
         tokenizer: Tokenizer,
         options: Options,
         prompts: Sequence[list[int]],
-        tells_cached: bool = False,
+        tells: Tells,
     ) -> None:
         self._id = f"{self.prefix}-{request_id}"
         self._model, self._tokenizer, self._options, self._prompts = model, tokenizer, options, prompts
         self._created = int(time.time())
-        self.usage = Usage(sum(map(len, prompts)), cached_tokens={} if tells_cached else None)
+        self.usage = Usage(sum(map(len, prompts)), cached_tokens={} if tells.cached_tokens else None)
+        self._timed = tells.timing and len(prompts) * options.n == 1
+        self._timing: FinishedStats | None = None
         self._opened: set[int] = set()
         head = {"id": self._id, "object": self.chunk_name, "created": self._created, "model": model}
         self._head = f'data: {_dumps(head)[:-1]},"choices":'
 
     def note(self, delta: Delta) -> None:
-        """What the usage should know of a delta: prefix hits, of the first sequence of each prompt."""
+        """What the last chunk should know of a delta: prefix hits, of the first sequence of each prompt, and
+        the engine's times."""
+        self._timing = delta.timing or self._timing
         if self.usage.cached_tokens is not None and delta.index % self._options.n == 0:
             self.usage.cached_tokens[delta.index] = delta.cached_tokens
 
@@ -96,7 +128,8 @@ class Writer:
         """What follows when every choice is finished."""
         if not self._options.include_usage:
             return DONE
-        return f'{self._head}[],"usage":{_dumps(self.usage.as_json())}}}\n\n'.encode() + DONE
+        metrics = f',"metrics":{_dumps(timing_metrics(self._timing))}' if self._timed else ""
+        return f'{self._head}[],"usage":{_dumps(self.usage.as_json())}{metrics}}}\n\n'.encode() + DONE
 
     def _chunk(self, delta: Delta) -> str:
         index, piece = delta.index, delta.piece
@@ -140,6 +173,7 @@ class Writer:
             "model": self._model,
             "choices": [self._choice(index, choice) for index, choice in enumerate(choices)],
             "usage": self.usage.as_json(),
+            **({"metrics": timing_metrics(self._timing)} if self._timed else {}),
         }
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:

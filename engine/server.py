@@ -40,6 +40,8 @@ class ServerOptions:
     access_log: bool = True
     prompt_tokens_details: bool = False
     """Usage tells how many tokens of the prompts came out of the prefix cache."""
+    per_request_metrics: bool = False
+    """Answers tell how long the engine took for them."""
 
 
 @dataclass(frozen=True)

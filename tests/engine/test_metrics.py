@@ -191,7 +191,7 @@ def test_finish_reasons_of_the_engine_are_labels() -> None:
     metrics = PrometheusMetrics("m", max_model_len=64)
     for status in RequestStatus:
         if status.finished:
-            stats = FinishedStats(status.value, 1, 0, 0.5, 0.5, 1, 0.1, 3, 5, 0, 0, 5)
+            stats = FinishedStats("r", status.value, 1, 0, 0.5, 0.5, 1, 0.1, 3, 5, 0, 0, 5)
             metrics.record(StepStats(finished=(stats,)))
     assert (
         'vllm:e2e_request_latency_seconds_count{engine="0",model_name="m"} 4.0' in metrics.render().decode()

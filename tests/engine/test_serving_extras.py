@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,10 @@ from serving_kit import Server, make_model, serving
 
 from engine.llm import LLM
 from engine.request import SamplingParams
+from loadgen.arrivals import ClosedLoop
+from loadgen.client import ClientOptions, run_schedule
+from loadgen.stats import elsewhere
+from loadgen.workload import preset
 
 KEY = {"authorization": "Bearer key"}
 PROMPT = "x" * 64
@@ -20,6 +25,7 @@ PROMPT = "x" * 64
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tmp_path_factory.mktemp("extras")
     flags = ["--served-model-name", "first", "second", "--enable-prompt-tokens-details", "--api-key", "key"]
+    flags += ["--enable-per-request-metrics"]
     with serving(make_model(directory / "model"), directory / "log", *flags) as running:
         yield running
 
@@ -67,6 +73,34 @@ def test_streams_tell_them_in_their_last_chunk(server: Server) -> None:
     }
     text = post(server, "/v1/completions", body).text
     assert text.count('"prompt_tokens_details":{"cached_tokens":48}') == 1
+
+
+TIMES = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"}
+
+
+def test_an_answer_tells_how_long_the_engine_took_for_it(server: Server) -> None:
+    asked = {"prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
+    times = post(server, "/v1/completions", asked).json()["metrics"]
+    assert set(times) == TIMES
+    assert times["mean_itl_ms"] == pytest.approx(times["generation_time_ms"] / 3)
+    inference = times["time_to_first_token_ms"] + times["generation_time_ms"]
+    assert times["tokens_per_second"] == pytest.approx(1e3 * 4 / inference)
+    streamed = {**asked, "max_tokens": 1, "stream": True, "stream_options": {"include_usage": True}}
+    text = post(server, "/v1/completions", streamed).text
+    last = json.loads(text.strip().split("\n\n")[-2].removeprefix("data: "))
+    assert set(last["metrics"]) == TIMES - {"mean_itl_ms"}
+    assert text.count('"metrics"') == 1
+    several = post(server, "/v1/completions", {**asked, "n": 2}).json()
+    assert "metrics" not in several
+
+
+def test_the_load_generator_reads_those_times(server: Server) -> None:
+    plan = preset("random", max_model_len=256, vocab_size=64, input_len=20, output_len=4)
+    schedule = plan.schedule(seed=1, arrival=ClosedLoop(2), num_requests=6, warmup=0)
+    run = run_schedule(server.url, schedule, model="first", api_key="key", options=ClientOptions(workers=0))
+    assert all(r.ok and r.server_queue is not None and r.server_prefill is not None for r in run.requests)
+    parts = [elsewhere(r) for r in run.requests]
+    assert all(part > 0 for part in parts)
 
 
 def test_the_cache_is_not_reset_under_a_running_request(server: Server) -> None:
