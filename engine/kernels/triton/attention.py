@@ -309,8 +309,9 @@ def long_tiling(shape: AttentionShape, itemsize: int) -> Tiling:
         return Tiling(max(32, least), 32, 4, 1)
     if width > 128:
         return Tiling(max(64, least), 32, 4, 2)
-    # Widening 8-bit keys takes registers, and with 64 columns they spill.
-    return Tiling(max(128, least), 32 if code_of(shape.kv_format) else 64, 8, 2)
+    if code_of(shape.kv_format):  # widening takes registers: with more columns they spill
+        return Tiling(max(128, least), 32, 8, 1 if shape.kv_format.scaled else 2)
+    return Tiling(max(128, least), 64, 8, 2)
 
 
 def short_tiling(shape: AttentionShape, itemsize: int) -> Tiling:

@@ -45,7 +45,7 @@ def _edge(row, temperature, low, peak, wanted, MASS: tl.constexpr, VOCAB: tl.con
         tried = edge | bit
         found = 0.0
         for start in range(0, VOCAB, BLOCK):
-            _, x = _scaled(row, start, temperature, low, VOCAB, BLOCK)
+            _columns, x = _scaled(row, start, temperature, low, VOCAB, BLOCK)
             kept = (_order(x) >= tried) & (x > float("-inf"))
             found += tl.sum(tl.where(kept, tl.exp(x - peak) if MASS else 1.0, 0.0), axis=0)
         edge = tl.where(found >= wanted, tried, edge)
@@ -91,7 +91,7 @@ def _sample(
         if top_p < 1.0:
             total = 0.0
             for start in range(0, VOCAB, BLOCK):
-                _, x = _scaled(row, start, temperature, low, VOCAB, BLOCK)
+                _columns, x = _scaled(row, start, temperature, low, VOCAB, BLOCK)
                 total += tl.sum(tl.where(_order(x) >= edge, tl.exp(x - peak), 0.0), axis=0)
             # No column lies between the two edges' sets: an edge below top-k's has all of its mass.
             edge = tl.maximum(edge, _edge(row, temperature, low, peak, top_p * total, True, VOCAB, BLOCK))
