@@ -1,0 +1,181 @@
+"""How load generators are told to make a load, and where they write what they measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from benchmarks.mock_llm import MODEL
+from loadgen.driver import drive
+from loadgen.http1 import build_request, decode
+from loadgen.record import Records
+from loadgen.sse import events
+from loadgen.wire import Endpoint, Exchange, WirePlan, WireRequest
+
+SECOND = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Load:
+    """``requests`` of ``tokens`` each, either ``concurrency`` at a time or ``rate`` a second."""
+
+    requests: int
+    tokens: int
+    concurrency: int | None = None
+    rate: float | None = None
+    arrival: str = "constant"
+    burstiness: float = 1.0
+
+
+class Tool(ABC):
+    """A load generator in the environment ``venv``. ``fine``: exit codes that are no failure."""
+
+    name: ClassVar[str]
+    arrivals: ClassVar[tuple[str, ...]] = ("constant", "poisson", "gamma")
+    fine: ClassVar[tuple[int, ...]] = (0,)
+    environment: ClassVar[Mapping[str, str]] = {}
+    stamps: ClassVar[str] = "tokens"
+    """What it gives a time of."""
+
+    def __init__(self, venv: Path, tokenizer: Path) -> None:
+        self.bin, self.tokenizer = venv.resolve() / "bin", str(tokenizer.resolve())
+
+    @abstractmethod
+    def command(self, url: str, load: Load, folder: Path) -> list[str]:
+        """What to run. It writes into ``folder``."""
+
+    def stamps_command(self, url: str, load: Load, folder: Path) -> list[str]:
+        """The same, where another command is needed to get at its times."""
+        return self.command(url, load, folder)
+
+    @abstractmethod
+    def stamp_errors(self, folder: Path) -> list[float]:
+        """Its time of a token less the server's, seconds."""
+
+    @abstractmethod
+    def p99_ttft(self, folder: Path) -> float:
+        """Seconds."""
+
+
+class Vtune(Tool):
+    """This package."""
+
+    name = "vtune"
+    fine = (0, 3)  # 3: it does not believe its own measurement, e.g. on a busy machine
+
+    def command(self, url: str, load: Load, folder: Path) -> list[str]:
+        words = [
+            str(self.bin / "vtune"),
+            "bench",
+            "run",
+            "--url",
+            url,
+            "--warmup",
+            "0",
+            "--workload",
+            "random",
+        ]
+        words += ["--num-requests", str(load.requests), "--input-len", "8", "--output-len", str(load.tokens)]
+        if load.rate is None:
+            words += ["--concurrency", str(load.concurrency)]
+        else:
+            words += ["--rate", str(load.rate), "--arrival", load.arrival]
+        if load.arrival == "gamma":
+            words += ["--burstiness", str(load.burstiness)]
+        return [*words, "--json", str(folder / "records.json")]
+
+    def stamps_command(self, url: str, load: Load, folder: Path) -> list[str]:
+        """Its client with the raw bytes kept: records have no text, and times relative to their start."""
+        words = [sys.executable, "-m", "benchmarks.rival_tools", url, str(load.requests), str(load.tokens)]
+        return [*words, str(folder / "errors.json")]
+
+    def stamp_errors(self, folder: Path) -> list[float]:
+        return list(json.loads((folder / "errors.json").read_text()))
+
+    def p99_ttft(self, folder: Path) -> float:
+        return Records.load(folder / "records.json").summary().value("ttft_p99")
+
+
+class VllmBench(Tool):
+    """``vllm bench serve``."""
+
+    name = "vllm"
+    environment: ClassVar[Mapping[str, str]] = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+    def command(self, url: str, load: Load, folder: Path) -> list[str]:
+        words = [str(self.bin / "vllm"), "bench", "serve", "--backend", "openai", "--base-url", url]
+        words += ["--model", MODEL, "--tokenizer", self.tokenizer, "--ready-check-timeout-sec", "0"]
+        words += ["--dataset-name", "random", "--random-input-len", "8", "--ignore-eos", "--disable-tqdm"]
+        words += ["--random-output-len", str(load.tokens), "--num-prompts", str(load.requests)]
+        if load.concurrency is not None:
+            words += ["--max-concurrency", str(load.concurrency)]
+        if load.rate is not None:
+            # It has gamma arrivals only; with a burstiness of a million they are even.
+            shape = {"constant": 1e6, "poisson": 1.0, "gamma": load.burstiness}[load.arrival]
+            words += ["--request-rate", str(load.rate), "--burstiness", str(shape)]
+        words += ["--save-result", "--save-detailed", "--percentile-metrics", "ttft"]
+        return [*words, "--result-dir", str(folder), "--result-filename", "result.json"]
+
+    def stamp_errors(self, folder: Path) -> list[float]:
+        """Its clock is ``perf_counter``, on Linux the monotonic one."""
+        result = self._result(folder)
+        errors = []
+        for start, ttft, gaps, text in zip(
+            *(result[key] for key in ("start_times", "ttfts", "itls", "generated_texts")), strict=True
+        ):
+            stamps = start + np.cumsum([ttft, *gaps])
+            errors += list(stamps - np.array(text.split(), dtype=float) / 1e9)
+        return errors
+
+    def p99_ttft(self, folder: Path) -> float:
+        return float(self._result(folder)["p99_ttft_ms"]) / 1e3
+
+    def _result(self, folder: Path) -> Any:
+        return json.loads((folder / "result.json").read_text())
+
+
+TOOLS: dict[str, type[Tool]] = {tool.name: tool for tool in (Vtune, VllmBench)}
+
+
+def own_stamp_errors(url: str, requests: int, tokens: int) -> list[float]:
+    """All ``requests`` at once, their starts spread over a gap between tokens."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    body = json.dumps({"max_tokens": tokens}).encode()
+    plan = WirePlan(
+        endpoint=Endpoint(host, int(port)),
+        requests=tuple(
+            WireRequest(i, i * 20_000_000 // requests, build_request("/v1/completions", host, body, {}))
+            for i in range(requests)
+        ),
+        closed=False,
+        concurrency=None,
+        duration_ns=None,
+        timeout_ns=600 * SECOND,
+        connect_timeout_ns=10 * SECOND,
+        drain_ns=600 * SECOND,
+    )
+    return [error for exchange in drive(plan).exchanges for error in _errors(exchange)]
+
+
+def _errors(exchange: Exchange) -> list[float]:
+    found = []
+    for event in events(decode(exchange.parts, exchange.stamps).pieces):
+        choices = [] if event.data == b"[DONE]" else json.loads(event.data)["choices"]
+        found += [(event.at_ns - int(choice["text"])) / 1e9 for choice in choices]
+    return found
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Stamp tokens with the client of this package.")
+    for word, kind in (("url", str), ("requests", int), ("tokens", int), ("out", Path)):
+        parser.add_argument(word, type=kind)
+    given = parser.parse_args()
+    given.out.write_text(json.dumps(own_stamp_errors(given.url, given.requests, given.tokens)))
