@@ -3,7 +3,8 @@
     .venv/bin/python -m benchmarks.prefix_cache [--rounds 9] [--prefix 1000 ...] [--quick]
 
 A real server with the bundled model. Each round sends a prompt of a new random prefix and a short tail
-(cold), then one of the same prefix and another tail (hit), so that both see the same machine. Medians are reported.
+(cold), then one of the same prefix and another tail (hit), so that both see the same machine. Medians are
+reported.
 Bar: a shared prefix of 1,000 tokens is answered in at most 0.15 of the cold time.
 """
 

@@ -237,11 +237,11 @@ class EngineConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     load_format: Literal["auto", "safetensors", "gguf", "dummy"] = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"
-    """What keys and values are stored in; "auto": what the model computes in. "fp8" is "fp8_e4m3"; the plain fp8
-    types have no scales (vLLM's scale of 1), those per token and head one scale of each token's key and value."""
+    """What keys and values are stored in; "auto": what the model computes in. "fp8" is "fp8_e4m3"; the plain
+    fp8 types have no scales (vLLM's scale of 1), those per token and head one for each key and value."""
     quantization: Literal["int8_per_channel"] | None = None
-    """Linear layers, the head included, in int8: weights per output channel, quantised as they are loaded, and
-    activations per token. vLLM has this only for checkpoints quantised ahead (compressed-tensors); what it
+    """Linear layers, the head included, in int8: weights per output channel, quantised as they are loaded,
+    and activations per token. vLLM has this only for checkpoints quantised ahead (compressed-tensors); what it
     quantises while loading, such as fp8_per_channel of the same recipe, it names in this way."""
     seed: int = 0
     max_model_len: int | None = None

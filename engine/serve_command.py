@@ -138,8 +138,8 @@ def serve(
     device_memory: Annotated[
         int | None,
         _flag(
-            "What the engine takes for its device's memory; by default all of a GPU, on the CPU the larger of "
-            "1GiB and twice the weights.",
+            "What the engine takes for its device's memory; by default all of a GPU, on the CPU the larger "
+            "of 1GiB and twice the weights.",
             parser=parse_bytes,
             metavar="SIZE",
         ),
@@ -183,8 +183,8 @@ def serve(
     speculative_config: Annotated[
         Any,
         _flag(
-            "Speculation as a JSON object: method (ngram, suffix, draft_model, eagle), num_speculative_tokens, "
-            "model (of draft_model and eagle), disable_by_batch_size, and each method's own keys.",
+            "Speculation as a JSON object: method (ngram, suffix, draft_model, eagle), "
+            "num_speculative_tokens, model (of draft_model and eagle), disable_by_batch_size, and each method's own keys.",
             parser=parse_speculation,
             metavar="JSON",
         ),

@@ -207,7 +207,7 @@ class StepObserver:
         """``figures``, with the scheduler's gauges and what its counters gained since the last call."""
         scheduler = self._scheduler
         seen, self._seen = self._seen, _counts(scheduler.stats)
-        gained = {name: count - seen[name] for name, count in self._seen.items()}
+        gained: dict[str, Any] = {name: count - seen[name] for name, count in self._seen.items()}
         return StepStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -218,7 +218,7 @@ class StepObserver:
         )
 
 
-def _counts(stats: SchedulerStats) -> dict[str, int]:
+def _counts(stats: SchedulerStats) -> dict[str, Any]:
     """A scheduler's counts, under the names they have in StepStats."""
     return {
         "prefix_queries": stats.prefix_queries,
