@@ -241,8 +241,8 @@ class EngineConfig:
     fp8 types have no scales (vLLM's scale of 1), those per token and head one for each key and value."""
     quantization: Literal["int8_per_channel"] | None = None
     """Linear layers, the head included, in int8: weights per output channel, quantised as they are loaded,
-    and activations per token. vLLM has this only for checkpoints quantised ahead (compressed-tensors); what it
-    quantises while loading, such as fp8_per_channel of the same recipe, it names in this way."""
+    and activations per token. vLLM has this only for checkpoints quantised ahead (compressed-tensors); what
+    it quantises while loading, such as fp8_per_channel of the same recipe, it names in this way."""
     seed: int = 0
     max_model_len: int | None = None
     block_size: int = 16

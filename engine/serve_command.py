@@ -184,7 +184,8 @@ def serve(
         Any,
         _flag(
             "Speculation as a JSON object: method (ngram, suffix, draft_model, eagle), "
-            "num_speculative_tokens, model (of draft_model and eagle), disable_by_batch_size, and each method's own keys.",
+            "num_speculative_tokens, model (of draft_model and eagle), disable_by_batch_size, and each "
+            "method's own keys.",
             parser=parse_speculation,
             metavar="JSON",
         ),

@@ -53,7 +53,7 @@ class DeviceSampler(Sampler):
     def _draws(self, rows: Sequence[SampleRow], device: torch.device) -> Draws:
         """The rows' parameters, in one copy: seeds first, whose 8 bytes must lie aligned."""
         # Filled up to 16 bytes: Triton compiles a kernel anew for pointers that are aligned otherwise.
-        rows = [*rows, *[rows[0]] * (-len(rows) % 4)]
+        rows = [*rows, *list(rows[:1]) * (-len(rows) % 4)]
         params = [row.params for row in rows]
         seeds = [self._seed(row) for row in rows]
         whole = [[p.top_k if p.top_k > 0 else 0 for p in params], [row.position for row in rows]]
