@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from engine.budget import PartialPrefills, StepBudget
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheManager
+from engine.kv_loading import KVLoading
 from engine.kv_offload import HostOffload
-from engine.kv_transfer import KVConnector, KVLoad
 from engine.request import Request, RequestStatus
 from engine.steady import append_tokens, plan_decodes
 from engine.step import (
@@ -28,7 +28,7 @@ from engine.step import (
     StepPlan,
     StepResult,
 )
-from engine.waiting import Gate, GateError, make_queue
+from engine.waiting import GateError, make_queue
 
 
 @dataclass
@@ -81,13 +81,7 @@ class UnifiedScheduler:
         self.config = config
         self.max_model_len = config.max_model_len
         self.kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
-        self.connector: KVConnector | None = (
-            HostOffload(self.kv, num_host_blocks) if num_host_blocks else None
-        )
-        self._holding: list[Request] = []
-        """Those that wait, and hold blocks into which KV is, or was, loaded."""
-        self._abandoned: list[KVLoad] = []
-        """Loads of requests that are gone: until they end, the blocks are written to."""
+        self.loading = KVLoading(self.kv, HostOffload(self.kv, num_host_blocks) if num_host_blocks else None)
         self.running: list[Request] = []
         """In order of admission; never sorted."""
         self.waiting = make_queue(config.scheduling_policy)
@@ -149,42 +143,23 @@ class UnifiedScheduler:
                 self.running.remove(request)
             else:
                 self.waiting.remove(request)
-            self._let_go(request)
+            self.loading.let_go(request)
             request.status = RequestStatus.FINISHED_ABORTED
             aborted.append(request)
         return aborted
 
-    def _let_go(self, request: Request) -> None:
-        """Free the blocks of a request that waits or is gone, once nothing is loaded into them any more."""
-        if request in self._holding:
-            self._holding.remove(request)
-        if isinstance(request.gate, KVLoad) and not request.gate.ready():
-            self._abandoned.append(request.gate)
-        else:
-            self.kv.free(request)
-            request.num_computed_tokens = request.num_external_tokens = 0
-
-    def _reap(self) -> None:
-        """Free the blocks of abandoned loads that have ended."""
-        for load in self._abandoned:
-            if load.ready():
-                self.kv.free(load.request)
-        self._abandoned = [load for load in self._abandoned if not load.ready()]
-
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """Forget cached prefixes, and on demand what the KV connector has. False while any request holds a
         block: then nothing happens."""
-        self._reap()
-        if self.connector is None or not reset_connector:
-            return self.kv.reset_prefix_cache()
-        return self.kv.reset_prefix_cache() and self.connector.reset()
+        self.loading.reap()
+        connector = self.loading.connector if reset_connector else None
+        return self.kv.reset_prefix_cache() and (connector is None or connector.reset())
 
     # ---------------------------------------------------------------- schedule
 
     def schedule(self) -> StepPlan:
         """Decide the next step. ``num_computed_tokens`` moves on at once, before the step has run."""
-        if self._abandoned:
-            self._reap()
+        self.loading.reap()
         alive = len(self.running) + len(self.waiting)
         step = _Step(
             budget=StepBudget.of(self.config),
@@ -210,7 +185,7 @@ class UnifiedScheduler:
             free_blocks=self.kv.pool.num_free,
             admission_stop=stop if self.waiting else None,
             failed=tuple(step.failed),
-            transfers=self.connector.build_connector_meta() if self.connector is not None else None,
+            transfers=self.loading.transfers(),
         )
         self._num_steps += 1
         return plan
@@ -251,7 +226,7 @@ class UnifiedScheduler:
         that one is the last, and the loop ends.
         """
         while not self._extend(request, num_tokens):
-            if self._take_back(None):
+            if self.loading.take_back():
                 continue
             victim = self._victim_index()
             if victim < index:
@@ -309,11 +284,12 @@ class UnifiedScheduler:
             holds = bool(request.block_ids)
             hits = request.block_ids if holds else self._lookup(request)
             computed = request.num_computed_tokens if holds else len(hits) * self.kv.block_size
-            if not holds and (external := self._match(request, computed)):
+            if not holds and (external := self.loading.match(request, computed)):
                 while not self.kv.receive(request, hits, external):
-                    if not self._take_back(request):
+                    if not self.loading.take_back(request):
                         return AdmissionStop.BLOCKS
-                self._begin_load(request, external, step)
+                self.loading.begin(request, external)
+                self._set_aside(AdmissionStop.GATE, step)
                 continue
             drafts: list[int] = []
             if self._pads(request, computed, step):
@@ -338,7 +314,7 @@ class UnifiedScheduler:
                 if holds
                 else self.kv.admit(request, hits, num_tokens, lookahead)
             ):
-                if not self._take_back(request):
+                if not self.loading.take_back(request):
                     return AdmissionStop.BLOCKS
             if num_tokens < lacks:
                 step.partial.take(lacks)
@@ -351,46 +327,13 @@ class UnifiedScheduler:
         # EAGLE needs the target's hidden states of what comes before its token
         return hits[:-1] if self._drops_last_hit else hits
 
-    def _match(self, request: Request, num_computed: int) -> int:
-        """How many tokens beyond those that are cached the KV connector can load."""
-        if self.connector is None:
-            return 0
-        return self.connector.get_num_new_matched_tokens(request, num_computed)
-
-    def _begin_load(self, request: Request, num_tokens: int, step: _Step) -> None:
-        """The head of the queue has blocks for what the KV connector has; these fill while others run."""
-        assert self.connector is not None
-        request.gate = self.connector.update_state_after_alloc(request, num_tokens)
-        request.status = request.gate.status
-        self._holding.append(request)
-        self._set_aside(AdmissionStop.GATE, step)
-
-    def _arrive(self, request: Request, load: KVLoad) -> None:
-        """What was loaded counts as computed, and can be hit from now on. The last token is always left."""
-        local = request.num_computed_tokens
-        self.kv.hash_blocks(request, local + load.num_tokens)
-        request.num_computed_tokens = min(local + load.num_tokens, request.num_tokens - 1)
-        request.num_external_tokens = request.num_computed_tokens - local
-
-    def _take_back(self, before: Request | None) -> bool:
-        """Free the blocks of the last request that holds some and waits (behind ``before``): before anybody
-        who runs has to go, and lest those who wait with blocks wait for each other's."""
-        for request in reversed(self._holding):
-            if request is before or (request.gate is not None and not request.gate.ready()):
-                continue
-            if request.gate is not None:
-                self._open(request, request.gate)
-            self._let_go(request)
-            return True
-        return False
-
     def _is_open(self, request: Request, step: _Step) -> bool:
         """Whether nothing but its turn keeps the head of the queue waiting; else it is out of the queue."""
         if request.gate is None:
             return True
         try:
             if request.gate.ready():
-                self._open(request, request.gate)
+                self.loading.open(request, request.gate)
                 return True
             self._set_aside(AdmissionStop.GATE, step)
         except GateError as error:
@@ -398,11 +341,6 @@ class UnifiedScheduler:
             step.failed.append(self.waiting.pop())
             self._finish(request, RequestStatus.FINISHED_ERROR)
         return False
-
-    def _open(self, request: Request, gate: Gate) -> None:
-        request.gate, request.status = None, gate.then
-        if isinstance(gate, KVLoad):
-            self._arrive(request, gate)
 
     def _set_aside(self, reason: AdmissionStop, step: _Step) -> None:
         """Pass over the head of the queue in this step."""
@@ -428,8 +366,7 @@ class UnifiedScheduler:
     def _admit(self, step: _Step) -> None:
         """Move the head of the queue, which has its blocks, to the tail of ``running``."""
         request = self.waiting.pop()
-        if request in self._holding:
-            self._holding.remove(request)
+        self.loading.admitted(request)
         if request.status is RequestStatus.WAITING:
             self._count_hits(request)
         request.status = RequestStatus.RUNNING
@@ -442,7 +379,7 @@ class UnifiedScheduler:
         if self.config.enable_prefix_caching:
             self.stats.prefix_queries += request.num_tokens
             self.stats.prefix_hits += local
-        if self.connector is not None:
+        if self.loading.connector is not None:
             self.stats.external_queries += request.num_tokens - local
             self.stats.external_hits += cached - local
 
@@ -576,11 +513,10 @@ class UnifiedScheduler:
                 assert request.status is request.gate.status
             assert not request.spec_token_ids
             assert not request.mid_prefill
-            if not any(request is holder for holder in self._holding):
+            if not self.loading.holds(request):
                 assert not request.block_ids
                 assert request.num_computed_tokens == request.num_hashed_blocks == 0
-        assert not any(request.gate is None and not request.block_ids for request in self._holding)
-        self.kv.check([*self._requests.values(), *(load.request for load in self._abandoned)])
+        self.loading.check(self._requests.values())
 
 
 def _with_logprobs(output: RequestOutput, result: StepResult) -> RequestOutput:

@@ -37,8 +37,8 @@ class OffloadLab(Lab):
 
     @property
     def connector(self) -> HostOffload:
-        assert isinstance(self.scheduler.connector, HostOffload)
-        return self.scheduler.connector
+        assert isinstance(self.scheduler.loading.connector, HostOffload)
+        return self.scheduler.loading.connector
 
     def schedule(self) -> StepPlan:
         plan = super().schedule()
