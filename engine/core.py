@@ -12,8 +12,8 @@ from engine.kv_cache import KVCacheManager, MemoryPlan, plan_memory
 from engine.lab.static import StaticBatchScheduler
 from engine.lab.two_track import TwoTrackScheduler
 from engine.request import Request, RequestStatus
-from engine.scheduler import SchedulerStats, UnifiedScheduler
-from engine.stats import StepObserver, StepStats
+from engine.scheduler import UnifiedScheduler
+from engine.stats import SchedulerStats, StepObserver, StepStats
 from engine.step import AdmissionStop, RequestOutput, StepOutput, StepPlan, StepResult
 from engine.structured import Compiler, Grammars, LLGuidance
 from engine.waiting import WaitingQueue

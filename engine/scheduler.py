@@ -8,7 +8,7 @@ Requests that run are served first, in order; what is left of the budget admits 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from engine.budget import PartialPrefills, StepBudget
 from engine.config import EngineConfig
@@ -16,6 +16,8 @@ from engine.kv_cache import KVCacheManager
 from engine.kv_loading import KVLoading
 from engine.kv_offload import HostOffload
 from engine.request import Request, RequestStatus
+from engine.settle import settle
+from engine.stats import SchedulerStats
 from engine.steady import append_tokens, plan_decodes
 from engine.step import (
     PLACEHOLDER_TOKEN_ID,
@@ -29,21 +31,6 @@ from engine.step import (
     StepResult,
 )
 from engine.waiting import GateError, make_queue
-
-
-@dataclass
-class SchedulerStats:
-    """Counts since the start."""
-
-    prefix_queries: int = 0
-    """Tokens of requests at their first admission; those resumed after a preemption do not count."""
-    prefix_hits: int = 0
-    """How many of these were found in the prefix cache."""
-    external_queries: int = 0
-    """Tokens of those requests that were not, and so were asked of the KV connector."""
-    external_hits: int = 0
-    """How many of these it has loaded."""
-    num_preemptions: int = 0
 
 
 @dataclass(slots=True)
@@ -403,27 +390,8 @@ class UnifiedScheduler:
         return [PLACEHOLDER_TOKEN_ID] * self.config.num_speculative_tokens if drafting else []
 
     def settle(self, plan: StepPlan) -> StepPlan:
-        """``plan`` as it is now that the step before it is known. With async scheduling it was made while
-        that one computed, in the belief that nobody stops, and that all drafts would hold.
-
-        Who has stopped is left out. Everybody else starts where their drafts ceased to hold, and the drafts
-        proposed meanwhile take the places that were kept for them.
-        """
-        rows = Rows()
-        for request, _, num_tokens, drafts, emits in plan.scheduled:
-            if request.status is not RequestStatus.RUNNING:
-                continue
-            if request.request_id not in plan.admitted_with_computed and emits:
-                if PLACEHOLDER_TOKEN_ID in drafts:
-                    proposed = tuple(request.spec_token_ids[: len(drafts)])
-                    spare = len(drafts) - len(proposed)
-                    request.num_computed_tokens -= spare
-                    request.num_placeholders -= spare
-                    num_tokens, drafts = num_tokens - spare, proposed
-                request.spec_token_ids = self._unknown_drafts()
-            start = request.num_computed_tokens - num_tokens
-            rows.append(request, start, num_tokens, drafts, emits)
-        return replace(plan, scheduled=rows)
+        """``plan``, made while the step before it computed, as it is now that this one is booked."""
+        return settle(plan, self._unknown_drafts())
 
     # ------------------------------------------------------------------ update
 
@@ -446,7 +414,8 @@ class UnifiedScheduler:
             emitted = tokens[request.request_id]
             output = self._append(request, emitted, len(item.drafts))
             if request.request_id in result.logprobs:
-                output = _with_logprobs(output, result)
+                logprobs = result.logprobs[request.request_id][: len(output.token_ids)]
+                output = output._replace(logprobs=tuple(logprobs))
             outputs.append(output)
             if item.drafts and item.drafts[0] != PLACEHOLDER_TOKEN_ID:
                 accepted_per_draft.append((len(item.drafts), len(emitted) - 1))
@@ -457,7 +426,7 @@ class UnifiedScheduler:
                 request.spec_token_ids = list(result.drafts.get(request.request_id, ()))
         if finished:
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
-        return _step_output(outputs, finished, accepted_per_draft)
+        return StepOutput.of(outputs, finished, accepted_per_draft)
 
     def _update_steady(self, tokens: OneEach) -> StepOutput:
         """The same where every request has emitted one token, and none had drafts or gets any."""
@@ -517,27 +486,3 @@ class UnifiedScheduler:
                 assert not request.block_ids
                 assert request.num_computed_tokens == request.num_hashed_blocks == 0
         self.loading.check(self._requests.values())
-
-
-def _with_logprobs(output: RequestOutput, result: StepResult) -> RequestOutput:
-    logprobs = result.logprobs[output.request_id][: len(output.token_ids)]
-    return RequestOutput(
-        output.request_id, output.token_ids, output.finish, output.stop_reason, tuple(logprobs)
-    )
-
-
-def _step_output(
-    outputs: Outputs, finished: list[Request], accepted_per_draft: list[tuple[int, int]]
-) -> StepOutput:
-    """The outputs with the sums over ``accepted_per_draft``: (drafts verified, accepted) per request."""
-    longest = max((accepted for _, accepted in accepted_per_draft), default=0)
-    return StepOutput(
-        outputs=outputs,
-        finished=tuple(finished),
-        num_drafts=len(accepted_per_draft),
-        num_draft_tokens=sum(drafts for drafts, _ in accepted_per_draft),
-        num_accepted_tokens=sum(accepted for _, accepted in accepted_per_draft),
-        accepted_per_position=tuple(
-            sum(accepted > position for _, accepted in accepted_per_draft) for position in range(longest)
-        ),
-    )

@@ -72,14 +72,19 @@ class StepStats:
     accepted_per_position: tuple[int, ...] = ()
 
 
-class SchedulerStats(Protocol):
-    """Cumulative counts a scheduler keeps; prefix figures are in tokens, counted at admission."""
+@dataclass
+class SchedulerStats:
+    """Counts since the start."""
 
-    prefix_queries: int
-    prefix_hits: int
-    external_queries: int
-    external_hits: int
-    num_preemptions: int
+    prefix_queries: int = 0
+    """Tokens of requests at their first admission; those resumed after a preemption do not count."""
+    prefix_hits: int = 0
+    """How many of these were found in the prefix cache."""
+    external_queries: int = 0
+    """Tokens of those requests that were not, and so were asked of the KV connector."""
+    external_hits: int = 0
+    """How many of these it has loaded."""
+    num_preemptions: int = 0
 
 
 class ObservedScheduler(Protocol):

@@ -299,3 +299,18 @@ class StepOutput:
     num_accepted_tokens: int = 0
     accepted_per_position: tuple[int, ...] = ()
     """How many requests had draft position i accepted."""
+
+    @classmethod
+    def of(cls, outputs: Outputs, finished: Sequence[Request], accepted: list[tuple[int, int]]) -> StepOutput:
+        """With the sums over ``accepted``: (drafts verified, of these accepted) per request that had some."""
+        longest = max((count for _, count in accepted), default=0)
+        return cls(
+            outputs=outputs,
+            finished=tuple(finished),
+            num_drafts=len(accepted),
+            num_draft_tokens=sum(drafts for drafts, _ in accepted),
+            num_accepted_tokens=sum(count for _, count in accepted),
+            accepted_per_position=tuple(
+                sum(count > position for _, count in accepted) for position in range(longest)
+            ),
+        )

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheManager
 from engine.request import Request, RequestStatus
-from engine.scheduler import SchedulerStats
+from engine.stats import SchedulerStats
 from engine.step import AdmissionStop, RequestOutput, Rows, StepOutput, StepPlan, StepResult
 from engine.waiting import FCFSQueue, WaitingQueue
 
