@@ -56,10 +56,9 @@ class LayerGraphs:
         return self.sizes[place] if sequences and place < len(self.sizes) else 0
 
     def place(self, numbers: torch.Tensor) -> torch.Tensor:
-        """A step's numbers, where the graphs read them."""
-        own = self._numbers[: len(numbers)]
-        own.copy_(numbers, non_blocking=True)
-        return own
+        """A step's numbers, where the graphs read them, and the room behind them for those of later steps."""
+        self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
+        return self._numbers
 
     def run(self, size: int, launch: Launch) -> None:
         """What ``launch`` does, whose arguments lie where they lay when the size was first run."""

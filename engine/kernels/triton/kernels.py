@@ -247,6 +247,8 @@ def _joined(sections: Sequence[Int32]) -> Int32:
 
 
 def _cut(flat: torch.Tensor, sections: Sequence[Int32]) -> list[torch.Tensor]:
-    """What ``_joined`` made one, as views."""
+    """What ``_joined`` made one, as views. The last goes on to the end of ``flat``: in an idle step it is
+    empty, and an empty view has no address that a graph could keep for later steps."""
     starts = _starts(sections)[:-1]
-    return [flat[start : start + len(section)] for start, section in zip(starts, sections, strict=True)]
+    views = [flat[start : start + len(section)] for start, section in zip(starts, sections, strict=True)]
+    return [*views[:-1], flat[starts[-1] :]]
