@@ -110,8 +110,9 @@ class Scheduler(Protocol):
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         """Append what the step emitted, finish who has ended; requests aborted meanwhile are ignored."""
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False, and nothing happens, while any request holds a block."""
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """Forget cached prefixes, and on demand what the KV connector has; False, and nothing happens, while
+        any request holds a block."""
 
     def check(self) -> None:
         """Assert every invariant. Slow: for tests."""
@@ -201,9 +202,10 @@ class EngineCore:
         """
         self.stats = self.metrics.finished_outside(self.scheduler.abort(request_ids), status)
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False, and nothing happens, while any request holds a block."""
-        return self.scheduler.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """Forget cached prefixes, and on demand what the KV connector has; False, and nothing happens, while
+        any request holds a block."""
+        return self.scheduler.reset_prefix_cache(reset_connector)
 
     def step(self) -> tuple[StepPlan, StepOutput]:
         """Plan, compute, book, observe. With async scheduling, what is booked here was planned in the call

@@ -129,9 +129,10 @@ class LLM:
             raise
         return [sequence.completion() for sequence in sequences]
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget the KV of earlier prompts, so that the next ones are computed anew. True: it was done."""
-        return self.core.reset_prefix_cache()
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """Forget the KV of earlier prompts (and, on demand, what is offloaded of it), so that the next ones
+        are computed anew. True: it was done."""
+        return self.core.reset_prefix_cache(reset_connector)
 
     def _run(self, sequences: list[_Sequence], arrivals: Sequence[int], observe: Observer | None) -> None:
         by_id = {sequence.request.request_id: sequence for sequence in sequences}

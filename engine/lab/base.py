@@ -74,8 +74,8 @@ class LabScheduler(ABC):
             aborted.append(request)
         return aborted
 
-    def reset_prefix_cache(self) -> bool:
-        """Forget cached prefixes; False, and nothing happens, while any request holds a block."""
+    def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
+        """Forget cached prefixes (there is no KV connector); False, and nothing happens, while any request holds a block."""
         return self.kv.reset_prefix_cache()
 
     @abstractmethod
