@@ -75,7 +75,8 @@ class LabScheduler(ABC):
         return aborted
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
-        """Forget cached prefixes (there is no KV connector); False, and nothing happens, while any request holds a block."""
+        """Forget cached prefixes; False, and nothing happens, while any request holds a block. There is no KV
+        connector."""
         return self.kv.reset_prefix_cache()
 
     @abstractmethod
