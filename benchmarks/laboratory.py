@@ -12,10 +12,11 @@ from engine.bundled import fetch_bundled
 from engine.calibrate import calibrate
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
+from engine.devices import H100_SXM, roofline
 from engine.model_config import ModelConfig, load_model_config
 from engine.request import Request, SamplingParams
 from engine.simulate import Clock, ModelSize, SimulatedRunner, VirtualClock, WallClock
-from engine.step_times import H100_SXM, StepTimes, roofline
+from engine.step_times import StepTimes
 
 BUNDLED = "bundled"
 H100 = "h100"

@@ -1,18 +1,16 @@
-"""How long a step takes: a few named coefficients, fitted to measured steps or derived from a data sheet."""
+"""How long a step takes: a few named coefficients, fitted to measured steps or derived from a data sheet
+(``engine/devices.py``)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from engine.step import StepPlan
-
-if TYPE_CHECKING:
-    from engine.model_config import ModelConfig
 
 KNEES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Tokens below which reading the weights may be what takes the time: what the fit chooses from."""
@@ -66,7 +64,8 @@ class StepTimes:
 
     host   = host + host_per_sequence * sequences
     device = launch + max(weights, per_token * tokens) + per_row * rows
-             + per_context * context + per_pair * pairs + per_moved_block * moved_blocks
+             + per_exchanged_token * tokens + per_context * context + per_pair * pairs
+             + per_moved_block * moved_blocks
              (a step without tokens: the last term alone)
 
     The maximum is the roofline of the linear layers: few tokens wait for the weights to be read, many for
@@ -85,6 +84,8 @@ class StepTimes:
     """Reading all weights once."""
     per_token: float = 0.0
     per_row: float = 0.0
+    per_exchanged_token: float = 0.0
+    """Of what the devices of a tensor-parallel group tell each other."""
     per_context: float = 0.0
     per_pair: float = 0.0
     per_moved_block: float = 0.0
@@ -102,6 +103,7 @@ class StepTimes:
             self.launch
             + max(self.weights, self.per_token * load.tokens)
             + self.per_row * load.rows
+            + self.per_exchanged_token * load.tokens
             + self.per_context * load.context
             + self.per_pair * load.pairs
             + moving
@@ -142,7 +144,7 @@ def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> Ste
     """The coefficients that explain measured steps best, none negative (NNLS on relative errors).
 
     The knee of the roofline is searched among KNEES; the worst twentieth of the samples is dropped.
-    ``per_moved_block`` is not fitted. Raises ValueError for fewer than 10 samples.
+    ``per_moved_block`` and ``per_exchanged_token`` are not fitted. Raises ValueError for fewer than 10 samples.
     """
     if len(samples) < 10:
         raise ValueError(f"{len(samples)} measured steps are too few to fit step times to; 10 is the least")
@@ -203,66 +205,3 @@ def _relative_nnls(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray
     kept = np.argsort(errors, kind="stable")[: max(len(errors) - int(TRIMMED * len(errors)), 1)]
     coefficients = solve(scaled[kept])
     return coefficients, float(np.square(scaled[kept] @ coefficients - 1).mean())
-
-
-@dataclass(frozen=True)
-class Device:
-    """What a roofline needs to know of an accelerator. ``sources``: where each number is from."""
-
-    name: str
-    memory_bytes: int
-    flops: float
-    """Dense matrix FLOP/s in the weights' type, as the maker states them."""
-    bytes_per_second: float
-    """Of its memory."""
-    host_bytes_per_second: float
-    """Of its link to the host."""
-    sources: Mapping[str, str]
-    attainable: float = 0.7
-    """Share of the stated peaks that good kernels reach; an assumption."""
-    host: float = 1e-3
-    """Seconds of scheduling and preparation a step; an assumption."""
-    host_per_sequence: float = 8e-6
-    launch: float = 5e-4
-    """Seconds of a step that are neither products nor reading; an assumption."""
-
-
-H100_SXM = Device(
-    name="H100 SXM",
-    memory_bytes=80 * 10**9,
-    flops=989.4e12,
-    bytes_per_second=3.35e12,
-    host_bytes_per_second=64e9,
-    sources={
-        "flops": "NVIDIA H100 data sheet: bfloat16 tensor core 1,979 TFLOP/s with sparsity, half of it dense",
-        "bytes_per_second": "NVIDIA H100 data sheet: 3.35 TB/s",
-        "memory_bytes": "NVIDIA H100 data sheet: 80 GB",
-        "host_bytes_per_second": "PCI Express 5.0 x16, one direction",
-    },
-)
-
-
-def roofline(model: ModelConfig, device: Device, *, block_size: int = 16, weight_bytes: int = 2) -> StepTimes:
-    """An estimate from first principles: 2 FLOP a weight and token, every weight read once a step, every key
-    and value once a sequence, 4 FLOP a query-key pair and head element (Q K^T and P V).
-
-    ``weight_bytes`` is the size of an element of weights and KV.
-    """
-    flops = device.flops * device.attainable
-    bandwidth = device.bytes_per_second * device.attainable
-    head = model.vocab_size * model.hidden_size
-    embedding = 0 if model.tie_word_embeddings else head
-    layers = model.num_parameters - head - embedding
-    kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * weight_bytes
-    return StepTimes(
-        host=device.host,
-        host_per_sequence=device.host_per_sequence,
-        launch=device.launch,
-        weights=(layers + head) * weight_bytes / bandwidth,
-        per_token=2 * layers / flops,
-        per_row=2 * head / flops,
-        per_context=kv_bytes / bandwidth,
-        per_pair=4 * model.num_layers * model.num_heads * model.head_dim / flops,
-        per_moved_block=kv_bytes * block_size / device.host_bytes_per_second,
-        source=f"roofline of {device.name} (estimate)",
-    )

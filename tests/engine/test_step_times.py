@@ -9,11 +9,12 @@ import pytest
 
 from engine.calibrate import WAVES, RecordingRunner, calibrate, median_error
 from engine.config import EngineConfig
+from engine.devices import DEVICES, H100_SXM, Sizes, roofline
 from engine.model_config import ModelConfig
 from engine.request import Request, SamplingParams
 from engine.simulate import ModelSize, SimulatedRunner, VirtualClock
 from engine.step import Rows, StepPlan
-from engine.step_times import H100_SXM, StepLoad, StepSample, StepTimes, fit_step_times, roofline
+from engine.step_times import StepLoad, StepSample, StepTimes, fit_step_times
 
 TRUE = StepTimes(
     host=2e-4,
@@ -144,7 +145,34 @@ def test_a_roofline_from_shapes_and_a_data_sheet() -> None:
     assert exact.per_moved_block == pytest.approx(16 * 131_072 / 64e9)
     assert roofline(LLAMA_8B, H100_SXM).weights == pytest.approx(exact.weights / 0.7)
     assert "estimate" in exact.source
-    assert set(H100_SXM.sources) == {"flops", "bytes_per_second", "memory_bytes", "host_bytes_per_second"}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_number_of_a_device_has_its_source(name: str) -> None:
+    numbers = {"memory_bytes", "flops", "fp8_flops", "bytes_per_second"}
+    assert set(DEVICES[name].sources) == numbers | {"host_bytes_per_second", "link_bytes_per_second"}
+
+
+def test_fp8_reads_half_and_computes_twice_as_fast_where_the_device_has_it() -> None:
+    wide, narrow = (roofline(LLAMA_8B, H100_SXM, sizes=Sizes(weights=size)) for size in (2, 1))
+    head = 2 * 128_256 * 4096 / (0.7 * 3.35e12)
+    assert narrow.weights - head == pytest.approx((wide.weights - head) / 2)
+    assert narrow.per_token == pytest.approx(wide.per_token / 2)
+    assert (narrow.per_context, narrow.per_row) == (wide.per_context, wide.per_row)
+    a100 = [roofline(LLAMA_8B, DEVICES["a100"], sizes=Sizes(weights=size)) for size in (2, 1)]
+    assert a100[0].per_token == a100[1].per_token
+
+
+def test_devices_in_parallel_share_the_work_and_sum_activations_twice_a_layer() -> None:
+    one, four = (roofline(LLAMA_8B, H100_SXM, tensor_parallel_size=count) for count in (1, 4))
+    for name in ("weights", "per_token", "per_row", "per_context", "per_pair"):
+        assert getattr(four, name) == pytest.approx(getattr(one, name) / 4)
+    assert four.launch == pytest.approx(one.launch + 64 * H100_SXM.all_reduce)
+    ring = 2 * 3 / 4 * 4096 * 2
+    assert four.per_exchanged_token == pytest.approx(64 * ring / (0.7 * 450e9))
+    assert one.per_exchanged_token == 0
+    sixteen = roofline(LLAMA_8B, H100_SXM, tensor_parallel_size=16)
+    assert sixteen.per_context == pytest.approx(one.per_context / 8), "8 KV heads are repeated"
 
 
 def test_sizes_from_shapes() -> None:
