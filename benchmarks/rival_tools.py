@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -142,7 +143,83 @@ class VllmBench(Tool):
         return json.loads((folder / "result.json").read_text())
 
 
-TOOLS: dict[str, type[Tool]] = {tool.name: tool for tool in (Vtune, VllmBench)}
+class GuideLlm(Tool):
+    """GuideLLM 0.8, with one worker process. It keeps the times of the first and the last token only."""
+
+    name = "guidellm"
+    arrivals = ("constant", "poisson")
+    stamps = "first and last tokens"
+    environment: ClassVar[Mapping[str, str]] = {
+        "HF_HUB_OFFLINE": "1",
+        "GUIDELLM__MAX_WORKER_PROCESSES": "1",
+        "GUIDELLM__MAX_CONCURRENCY": "4096",
+    }
+
+    def command(self, url: str, load: Load, folder: Path) -> list[str]:
+        profile = f"kind={load.arrival},rate={load.rate}"
+        if load.rate is None:
+            profile = f"kind=concurrent,streams={load.concurrency}"
+        backend = f"kind=openai_http,target={url},model={MODEL},request_format=/v1/completions"
+        data = f"kind=synthetic_text,prompt_tokens=8,output_tokens={load.tokens}"
+        words = [str(self.bin / "guidellm"), "run", "--backend", backend, "--profile", profile]
+        words += ["--constraint", f"kind=max_requests,count={load.requests}", "--data", data]
+        words += ["--tokenizer", f"kind=huggingface_auto,model={self.tokenizer}", "--disable-console"]
+        return [*words, "--output", f"kind=json,path={folder / 'result.json'}"]
+
+    def stamp_errors(self, folder: Path) -> list[float]:
+        """Its clock is the wall's; both are read here to bring them together."""
+        wall = time.time() - time.monotonic()
+        errors = []
+        for request in self._result(folder)["requests"]["successful"]:
+            sent = [int(word) / 1e9 for word in request["output"].split()]
+            timings = request["info"]["timings"]
+            errors.append(timings["first_token_iteration"] - wall - sent[0])
+            errors.append(timings["last_token_iteration"] - wall - sent[-1])
+        return errors
+
+    def p99_ttft(self, folder: Path) -> float:
+        ttft = self._result(folder)["metrics"]["time_to_first_token_ms"]
+        return float(ttft["successful"]["percentiles"]["p99"]) / 1e3
+
+    def _result(self, folder: Path) -> Any:
+        return json.loads((folder / "result.json").read_text())["benchmarks"][0]
+
+
+class AiPerf(Tool):
+    """AIPerf 0.13, with one worker process and one that processes records."""
+
+    name = "aiperf"
+
+    def command(self, url: str, load: Load, folder: Path) -> list[str]:
+        words = [str(self.bin / "aiperf"), "profile", "--model", MODEL, "--url", url, "--streaming"]
+        words += ["--endpoint-type", "completions", "--tokenizer", self.tokenizer, "--ui", "none"]
+        words += ["--request-count", str(load.requests), "--isl", "8", "--osl", str(load.tokens)]
+        words += ["--use-server-token-count", "--use-legacy-max-tokens", "--export-level", "raw"]
+        words += ["--workers-max", "1", "--record-processor-service-count", "1"]
+        if load.concurrency is not None:
+            words += ["--concurrency", str(load.concurrency)]
+        if load.rate is not None:
+            words += ["--request-rate", str(load.rate), "--arrival-pattern", load.arrival]
+        if load.arrival == "gamma":
+            words += ["--arrival-smoothness", str(load.burstiness)]
+        return [*words, "--artifact-dir", str(folder)]
+
+    def stamp_errors(self, folder: Path) -> list[float]:
+        errors = []
+        for line in (folder / "profile_export_raw.jsonl").read_text().splitlines():
+            for response in json.loads(line)["responses"]:
+                for packet in response["packets"]:
+                    body = {} if packet["value"] == "[DONE]" else json.loads(packet["value"])
+                    sent = [int(choice["text"]) for choice in body.get("choices", ())]
+                    errors += [(response["perf_ns"] - at) / 1e9 for at in sent]
+        return errors
+
+    def p99_ttft(self, folder: Path) -> float:
+        result = json.loads((folder / "profile_export_aiperf.json").read_text())
+        return float(result["time_to_first_token"]["p99"]) / 1e3
+
+
+TOOLS: dict[str, type[Tool]] = {tool.name: tool for tool in (Vtune, VllmBench, GuideLlm, AiPerf)}
 
 
 def own_stamp_errors(url: str, requests: int, tokens: int) -> list[float]:

@@ -35,7 +35,7 @@ from benchmarks.rival_tools import TOOLS, Load, Tool
 ROOT = Path(__file__).parents[1]
 PARTS = ("cpu", "stamps", "rate", "arrivals", "stall")
 STREAMS, TOKEN_RATE = 100, 50
-RATES = (200, 400, 700, 1000, 1500, 2000, 3000, 4000, 5000, 6000, 8000)
+RATES = (250, 500, 1000, 1500, 2000, 3000, 4000, 5000, 6000, 8000)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,9 @@ def highest_rate(tool: Tool, server: Mock, seconds: float) -> str:
     highest, first_missed = 0, ""
     for rate in RATES:
         load = Load(requests=round(rate * seconds), tokens=2, rate=rate, arrival="constant")
-        late = min(lateness(run(tool, server, load).arrivals, rate) for _ in range(2))
+        late = lateness(run(tool, server, load).arrivals, rate)
+        if late > 0.002:  # once more: the machine may have been busy
+            late = min(late, lateness(run(tool, server, load).arrivals, rate))
         if late > 0.002:
             first_missed = f" ({rate} req/s: {1e3 * late:.1f} ms late)"
             break
