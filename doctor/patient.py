@@ -116,7 +116,8 @@ def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
     # is empty for a step whenever a request finishes, hence half a slot less. Two or three of them can also
     # be what a small token budget admits; then they are held by prefill and not by decoding.
     flat = usual > 0.9 * most if most >= 4 and decode <= prefill else usual > 0.8 * most - 0.5
-    if waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > prefill):
+    possible = most >= flags.known["max_num_seqs"].number.low
+    if possible and waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > prefill):
         return flags.with_flag(server_flags.inferred("max_num_seqs", most, most, most))
     return flags
 

@@ -173,6 +173,15 @@ def test_metrics_that_look_like_a_cpu_shift_the_guess_and_no_more() -> None:
     assert flags.resolve({}, old, None, engine="vllm", version=None).known["max_num_seqs"].origin == "guessed"
 
 
+def test_no_cap_is_inferred_below_every_default() -> None:
+    """Ten run while others wait, but a server that was started without the flag allows at least 128."""
+    waiting = replace(Server(), running=10, waiting=3, kv=0.02)
+    seen = diagnose(Scrapes(waiting.scrapes()), {})
+    assert "seq-cap" not in [finding.id for finding in seen.findings]
+    unknown = diagnose(Scrapes(waiting.scrapes()))
+    assert unknown.findings[0].flags["max_num_seqs"].origin == "inferred"
+
+
 def test_a_budget_without_chunked_prefill_holds_a_whole_prompt() -> None:
     given = {"enable_chunked_prefill": False, "max_model_len": 8192}
     tokens = flags.resolve(given, None, None, engine="vllm", version=None).known["max_num_batched_tokens"]
