@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -13,17 +12,18 @@ import typer
 
 if TYPE_CHECKING:
     from doctor.finding import Diagnosis
+    from doctor.period import Period
     from doctor.sources import Source
 
 doctor_app = typer.Typer(invoke_without_command=True, no_args_is_help=True, rich_markup_mode="rich")
 playbook_app = typer.Typer(no_args_is_help=True, help="The symptoms that the doctor knows, and their cures.")
 
-_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "": 1.0}
-
 
 class Format(StrEnum):
     text = "text"
     json = "json"
+    markdown = "markdown"
+    junit = "junit"
 
 
 class Threshold(StrEnum):
@@ -72,7 +72,23 @@ def doctor(
         list[str] | None,
         typer.Option(help="What metrics cannot show: shared-prefix=1000 (tokens that your prompts share)."),
     ] = None,
-    format: Annotated[Format, typer.Option(help="text for people, json for programs.")] = Format.text,
+    since: Annotated[
+        str | None,
+        typer.Option(help="An incident gone by, from: 14:05, 2026-11-29T14:05, -30m. Prometheus and series."),
+    ] = None,
+    until: Annotated[
+        str | None, typer.Option(help="... and until when; now, or the recording's end.")
+    ] = None,
+    format: Annotated[
+        Format, typer.Option(help="text for people, json for programs, markdown for issues, junit for CI.")
+    ] = Format.text,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="Judge again and again until Ctrl-C; without a terminal, as lines."),
+    ] = False,
+    interval: Annotated[
+        str | None, typer.Option(help="How often --watch judges: 2s by default, 15s on a Prometheus.")
+    ] = None,
     fail_on: Annotated[
         Threshold | None, typer.Option(help="Exit with 1 when a finding has this severity or a higher one.")
     ] = None,
@@ -94,30 +110,40 @@ def doctor(
         return
     from doctor.diagnose import diagnose
     from doctor.logfile import read_log
+    from doctor.period import period, seconds
     from doctor.playbook import PlaybookError
     from doctor.sources import SourceError
     from loadgen.flags import FlagError, parse_command
     from loadgen.slo import SloError
 
     try:
-        source = _source(metrics, prometheus, series, log, selector)
+        source = _source(metrics, prometheus, series, log, selector, period(since, until))
         command = parse_command(flags) if flags is not None else None
-        diagnosis = diagnose(
-            source,
-            None if command is None else command.flags,
-            slo,
-            log=read_log(log) if log is not None else None,
-            assume=_assumptions(assume or []),
-            window=_seconds(window),
-            engine="vtune" if command is not None and command.engine == "vtune" else None,
-        )
+
+        def judge() -> Diagnosis:
+            return diagnose(
+                source,
+                None if command is None else command.flags,
+                slo,
+                log=read_log(log) if log is not None else None,
+                assume=_assumptions(assume or []),
+                window=None if window is None else seconds(window),
+                engine="vtune" if command is not None and command.engine == "vtune" else None,
+            )
+
+        if watch:
+            pause = seconds(interval, "--interval") if interval else 2.0 if prometheus is None else 15.0
+            source = _rolling(source)
+            diagnosis = _watch(judge, pause, format)
+        else:
+            diagnosis = judge()
+            _print(diagnosis, format, queries, fail_on)
     except FlagError as error:
         _stop(f"--flags: {error}")
     except (SourceError, SloError, PlaybookError, ValueError) as error:
         _stop(str(error))
     except KeyboardInterrupt:
         _stop("interrupted before two scrapes were taken", code=130)
-    _print(diagnosis, format, queries)
     raise typer.Exit(_exit_code(diagnosis, fail_on))
 
 
@@ -160,7 +186,12 @@ def _playbooks() -> Any:
 
 
 def _source(
-    metrics: str | None, prometheus: str | None, series: Path | None, log: Path | None, selector: str
+    metrics: str | None,
+    prometheus: str | None,
+    series: Path | None,
+    log: Path | None,
+    selector: str,
+    period: Period | None = None,
 ) -> Source:
     from doctor.logfile import LogSource
     from doctor.sources import MetricsUrl, PrometheusSource, SeriesFile, SourceError
@@ -174,12 +205,16 @@ def _source(
         raise SourceError(f"{' and '.join(given)} are different sources; give one")
     if selector and prometheus is None:
         raise SourceError("--selector chooses series of a Prometheus; it needs --prometheus URL")
+    if period is not None and prometheus is None and series is None:
+        raise SourceError(
+            "--since and --until look into the past; they need --prometheus URL or --series FILE"
+        )
     if metrics is not None:
         return MetricsUrl(metrics, progress=_progress())
     if prometheus is not None:
-        return PrometheusSource(prometheus, selector)
+        return PrometheusSource(prometheus, selector, period=period)
     if series is not None:
-        return SeriesFile(series)
+        return SeriesFile(series, period)
     if log is not None:
         return LogSource(log)
     raise SourceError("nothing to look at: give --metrics URL, --prometheus URL, --series FILE or --log FILE")
@@ -211,27 +246,61 @@ def _assumptions(texts: list[str]) -> dict[str, float]:
     return assumed
 
 
-def _seconds(text: str | None) -> float | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text.strip())
-    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-    if not 0 < seconds <= 30 * 86400:
-        raise ValueError(f"--window {text}: write a duration such as 90s, 5m or 1h (30 days at most)")
-    return seconds
+def _rolling(source: Source) -> Source:
+    """A page that is watched is scraped once a look, and judged over the last minute."""
+    from doctor.sources import MetricsUrl
+    from doctor.watch import RollingMetrics
+
+    return RollingMetrics(source) if isinstance(source, MetricsUrl) else source
 
 
-def _print(diagnosis: Diagnosis, format: Format, queries: bool) -> None:
+def _watch(judge: Callable[[], Diagnosis], pause: float, format: Format) -> Diagnosis:
+    import json
+    from datetime import datetime
+
+    from doctor.finding import Diagnosis
+    from doctor.sources import SourceError
+    from doctor.watch import line, screen, watch
+
+    if format not in (Format.text, Format.json):
+        raise ValueError(f"--watch writes text or json, not {format.value}")
+
+    def show(seen: Diagnosis | SourceError) -> None:
+        now = datetime.now()
+        if format is Format.json:
+            document = seen.to_json() if isinstance(seen, Diagnosis) else {"error": str(seen)}
+            typer.echo(json.dumps({"at": now.astimezone().isoformat(), **document}, allow_nan=False))
+        elif sys.stdout.isatty():
+            typer.echo(screen(seen, now), nl=False)
+        else:
+            typer.echo(line(seen, now))
+        sys.stdout.flush()
+
+    last = watch(judge, show, pause)
+    if last is None:
+        raise KeyboardInterrupt
+    return last
+
+
+def _print(diagnosis: Diagnosis, format: Format, queries: bool, fail_on: Threshold | None) -> None:
     import json
 
+    from doctor.junit import as_junit
+    from doctor.markdown import as_markdown
+    from doctor.playbook import load_all
     from doctor.report import as_text
 
     if sys.stderr.isatty():
         typer.echo("\r", nl=False, err=True)
-    if format is Format.json:
-        typer.echo(json.dumps(diagnosis.to_json(), indent=2, allow_nan=False))
-    else:
-        typer.echo(as_text(diagnosis, queries=queries), nl=False)
+    match format:
+        case Format.json:
+            typer.echo(json.dumps(diagnosis.to_json(), indent=2, allow_nan=False))
+        case Format.markdown:
+            typer.echo(as_markdown(diagnosis, queries=queries), nl=False)
+        case Format.junit:
+            typer.echo(as_junit(diagnosis, load_all(), fail_on.value if fail_on else "warning"), nl=False)
+        case Format.text:
+            typer.echo(as_text(diagnosis, queries=queries), nl=False)
 
 
 def _exit_code(diagnosis: Diagnosis, fail_on: Threshold | None) -> int:

@@ -13,10 +13,12 @@ _MARK = {"critical": "CRITICAL", "warning": "WARNING", "info": "INFO"}
 def as_text(diagnosis: Diagnosis, *, queries: bool = True) -> str:
     """The whole report; ``queries`` prints the PromQL behind every figure."""
     lines = [*_header(diagnosis), ""]
-    for number, alike in enumerate(_grouped(diagnosis.findings), start=1):
-        lines += [*_finding(number, alike, queries), ""]
-    lines += _verdict(diagnosis)
-    lines += _cannot_tell(diagnosis.cannot_tell)
+    for number, alike in enumerate(grouped(diagnosis.findings), start=1):
+        lines += [*finding_lines(number, alike, queries), ""]
+    if sentence := verdict(diagnosis):
+        lines += [sentence, ""]
+    if missing := cannot_tell_lines(diagnosis.cannot_tell):
+        lines += ["Cannot tell:", *(f"  {line}" for line in missing), ""]
     lines += [f"note: {note}" for note in diagnosis.notes]
     lines.append(f"Not judged: {', '.join(NOT_JUDGED)}.")
     return "\n".join(lines) + "\n"
@@ -49,7 +51,7 @@ def _header(diagnosis: Diagnosis) -> list[str]:
     ]
 
 
-def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
+def grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
     """Findings of one id and cause, in rank order: a fleet shows one entry, not a hundred."""
     groups: dict[tuple[str, str | None], list[Finding]] = {}
     for finding in findings:
@@ -57,18 +59,20 @@ def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
     return list(groups.values())
 
 
-def _finding(number: int, alike: Sequence[Finding], queries: bool) -> list[str]:
+def finding_lines(number: int, alike: Sequence[Finding], queries: bool) -> list[str]:
+    """Findings of one id and cause: what, where, how much, how that is known, what to do."""
     first = alike[0]
     behind = f"  (explained by {first.suppressed_by})" if first.suppressed_by else ""
     lines = [f"{number}. {_MARK[first.severity]} {first.id}: {first.title}{behind}"]
     others = f" and {len(alike) - 1} more: {_some([f.instance for f in alike[1:]])}" if len(alike) > 1 else ""
     lines.append(f"   on {first.instance}{others}")
     if first.suppressed_by is None:
+        lines += [f"   {words}"] if (words := cost_words(first)) else []
         lines += [f"   {line}" for item in first.evidence for line in _evidence(item, queries)]
         lines += [
             f"   {name} = {_plain(flag.value)} ({flag.origin})" for name, flag in sorted(first.flags.items())
         ]
-        lines += [f"   {line}" for item in first.prescriptions for line in _prescription(item)]
+        lines += [f"   {line}" for item in first.prescriptions for line in prescription_lines(item)]
         if first.expect:
             expected = "; ".join(f"{name}: {change}" for name, change in first.expect.items())
             lines.append(f"   expect: {expected} (not verified on this server)")
@@ -81,7 +85,8 @@ def _evidence(item: Evidence, queries: bool) -> list[str]:
     return [shown, f"    {item.query}"] if queries else [shown]
 
 
-def _prescription(item: Prescription) -> list[str]:
+def prescription_lines(item: Prescription) -> list[str]:
+    """One remedy: the flags or the advice, then why and with what reservations."""
     if not item.changes:
         return [f"do: {item.text}"]
     was = ", ".join(f"{name} was {_plain(value)}" for name, value in item.was.items() if value is not None)
@@ -94,28 +99,36 @@ def _prescription(item: Prescription) -> list[str]:
     return lines
 
 
-def _verdict(diagnosis: Diagnosis) -> list[str]:
+def cost_words(finding: Finding) -> str | None:
+    """What the finding costs its users, where it can be estimated."""
+    if finding.cost is None or finding.cost < 0.05:
+        return None
+    return f"costs about {finding.cost:.2g} request-seconds of delay a second"
+
+
+def verdict(diagnosis: Diagnosis) -> str | None:
+    """The sentence where there is nothing to cure; None where findings speak for themselves."""
     if diagnosis.idle:
-        return ["Idle: no request in the window, nothing to find.", ""]
+        return "Idle: no request in the window, nothing to find."
     if diagnosis.healthy:
-        return ["Healthy: nothing at severity warning or above.", ""]
+        return "Healthy: nothing at severity warning or above."
     if diagnosis.worst() in (None, "info"):
-        return ["No verdict: too much could not be judged (see below).", ""]
-    return []
+        return "No verdict: too much could not be judged (see below)."
+    return None
 
 
-def _cannot_tell(items: Sequence[CannotTell]) -> list[str]:
-    groups: dict[tuple[str, str], list[str]] = {}
+def cannot_tell_lines(items: Sequence[CannotTell]) -> list[str]:
+    """One line a reason, with the rules that it keeps from being judged."""
+    groups: dict[str, dict[str, list[str]]] = {}
     for item in items:
         reason = "; ".join(f"{missing.name}: {missing.why}" for missing in item.missing)
-        groups.setdefault((item.id, reason), []).append(item.instance)
-    if not groups:
-        return []
-    lines = ["Cannot tell:"]
-    for (identity, reason), instances in groups.items():
-        where = f" (on {len(instances)} engines)" if len(instances) > 1 else ""
-        lines.append(f"  {identity}{where}: {reason}")
-    return [*lines, ""]
+        groups.setdefault(reason, {}).setdefault(item.id, []).append(item.instance)
+    lines = []
+    for reason, rules in groups.items():
+        most = max(map(len, rules.values()))
+        where = f" (on {most} engines)" if most > 1 else ""
+        lines.append(f"{', '.join(rules)}{where}: {reason}")
+    return lines
 
 
 def _plain(value: object) -> str:

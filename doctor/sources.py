@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 from doctor.catalog import family
 from doctor.evaluators import Evaluator, ScrapeEvaluator, Span
 from doctor.exposition import ExpositionError, Recording, read_series_text, record, split_scrapes
+from doctor.period import Period
 from doctor.promql import PromQL
 
 TIMEOUT_S = 10.0
@@ -81,11 +83,15 @@ def observe_recording(
 
 
 class SeriesFile(Source):
-    """A ``.prom`` or ``.prom.gz`` file of scrapes, each preceded by ``# scrape_unix_ms N``."""
+    """A ``.prom`` or ``.prom.gz`` file of scrapes, each preceded by ``# scrape_unix_ms N``.
 
-    def __init__(self, path: Path) -> None:
+    Only scrapes of ``period`` count, where one is given.
+    """
+
+    def __init__(self, path: Path, period: Period | None = None) -> None:
         self.path = path
         self.name = str(path)
+        self.period = period
 
     def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
         try:
@@ -94,7 +100,29 @@ class SeriesFile(Source):
         except ExpositionError as error:
             message = str(error)
             raise SourceError(message if self.name in message else f"{self.name}: {message}") from None
+        if self.period is not None:
+            scrapes = _within(scrapes, self.period, self.name)
         return Scrapes(scrapes, self.name, notes).observe(window, slo)
+
+
+def _within(scrapes: Sequence[tuple[int, str]], period: Period, name: str) -> list[tuple[int, str]]:
+    """The scrapes of a period. Raises SourceError where there are fewer than two."""
+    begin, end = min(time for time, _ in scrapes), max(time for time, _ in scrapes)
+    try:
+        first, last = period.bounds(end / 1000)
+    except ValueError as error:
+        raise SourceError(f"{name}: {error}") from None
+    inside = [scrape for scrape in scrapes if (first or 0.0) * 1000 <= scrape[0] <= last * 1000]
+    if len(inside) < 2:
+        raise SourceError(
+            f"{name}: {len(inside)} scrape(s) between --since and --until; "
+            f"the recording goes from {_clock(begin)} to {_clock(end)}"
+        )
+    return inside
+
+
+def _clock(unix_ms: int) -> str:
+    return datetime.fromtimestamp(unix_ms / 1000, tz=UTC).isoformat(timespec="seconds")
 
 
 class MetricsUrl(Source):
@@ -132,20 +160,21 @@ class MetricsUrl(Source):
         )
 
     def _watch(self, window: float) -> list[tuple[int, str]]:
-        scrapes = [self._scrape()]
+        scrapes = [self.scrape()]
         begun = time.monotonic()
         try:
             while (elapsed := time.monotonic() - begun) < window:
                 if self.progress is not None:
                     self.progress(elapsed)
                 self.sleep(min(self.interval, window - elapsed))
-                scrapes.append(self._scrape())
+                scrapes.append(self.scrape())
         except KeyboardInterrupt:
             if len(scrapes) < 2:
                 raise
         return scrapes
 
-    def _scrape(self) -> tuple[int, str]:
+    def scrape(self) -> tuple[int, str]:
+        """(unix ms, exposition text) of now. Raises SourceError."""
         return round(time.time() * 1000), _get(self.url)
 
     def _version(self) -> str | None:
@@ -164,12 +193,15 @@ class PrometheusSource(Source):
     """A live Prometheus (or what speaks its HTTP API), over the last ``window`` seconds (5 min unless said).
 
     ``selector`` is a PromQL matcher list, ``{job="vllm"}`` or ``job="vllm"``; ``at`` the window's end
-    (unix s; None: now). Credentials in the URL are used as basic authentication.
+    (unix s; None: now), or ``period`` says from when to when.
+    Credentials in the URL are used as basic authentication.
     """
 
     DEFAULT_WINDOW_S = 300.0
 
-    def __init__(self, url: str, selector: str = "", at: float | None = None) -> None:
+    def __init__(
+        self, url: str, selector: str = "", at: float | None = None, period: Period | None = None
+    ) -> None:
         parts = urlsplit(_with_path(url, ""))
         self.auth = (parts.username, parts.password or "") if parts.username else None
         host = parts.netloc.rsplit("@", 1)[-1]
@@ -177,17 +209,29 @@ class PrometheusSource(Source):
         self.name = host
         self.selector = selector.strip().removeprefix("{").removesuffix("}").strip().rstrip(",")
         self.at = at
+        self.period = period
 
     def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
         from doctor.live import PrometheusEvaluator
 
-        seconds = window if window is not None else self.DEFAULT_WINDOW_S
+        seconds, at = self._bounds(window if window is not None else self.DEFAULT_WINDOW_S)
         ms = round(seconds * 1000)
         promql = PromQL(ms, _step(ms), self.selector, slo=slo)
-        evaluator = PrometheusEvaluator(self._asker(), promql)
+        evaluator = PrometheusEvaluator(self._asker(at), promql)
         return _observation(self.name, evaluator, seconds, ())
 
-    def _asker(self) -> Callable[[str], list[Mapping[str, Any]]]:
+    def _bounds(self, window: float) -> tuple[float, float]:
+        """How long the window is, and where it ends (unix s). Raises SourceError."""
+        now = self.at if self.at is not None else time.time()
+        if self.period is None:
+            return window, now
+        try:
+            first, last = self.period.bounds(now)
+        except ValueError as error:
+            raise SourceError(str(error)) from None
+        return window if first is None else last - first, last
+
+    def _asker(self, at: float) -> Callable[[str], list[Mapping[str, Any]]]:
         import requests
         from prometheus_api_client import PrometheusApiClientException, PrometheusConnect
         from urllib3.util.retry import Retry
@@ -195,7 +239,7 @@ class PrometheusSource(Source):
         client = PrometheusConnect(
             self.url, auth=self.auth, timeout=TIMEOUT_S, retry=Retry(total=1, backoff_factor=0)
         )
-        params = {"time": self.at if self.at is not None else time.time()}
+        params = {"time": at}
 
         def ask(query: str) -> list[Mapping[str, Any]]:
             try:

@@ -14,6 +14,7 @@ from synthetic_server import Server
 
 from doctor.diagnose import diagnose
 from doctor.exposition import record
+from doctor.period import period
 from doctor.reading import Missing, Number
 from doctor.signals import SIGNALS
 from doctor.slo import DEFAULTS
@@ -68,6 +69,9 @@ def test_the_diagnosis_is_the_same_from_prometheus(loaded: str) -> None:
     assert [f.id for f in live.findings] == [f.id for f in recorded.findings]
     assert [f.suppressed_by for f in live.findings] == [f.suppressed_by for f in recorded.findings]
     assert {f.instance for f in live.findings} == {"overload"}
+    gone_by = period(f"-{recorded.window_s}s", str(end))
+    past = diagnose(PrometheusSource(loaded, 'recording="overload"', period=gone_by), {})
+    assert [f.id for f in past.findings] == [f.id for f in recorded.findings]
 
 
 def test_a_live_prometheus_over_two_servers(tmp_path: Path) -> None:
