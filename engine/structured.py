@@ -87,7 +87,9 @@ class Grammar:
         return rows + [None] * (1 + len(drafts) - len(rows))
 
     def keep_valid(self, output: Sequence[int], drafts: list[int]) -> list[int]:
-        """As many of ``drafts`` as may follow ``output``."""
+        """As many of ``drafts`` as may follow ``output``: none, where a stop token has ended it."""
+        if not set(self._stops).isdisjoint(output):
+            return []
         self._advance(output)
         return [] if self.error else drafts[: self._matcher.validate_tokens(drafts)]
 

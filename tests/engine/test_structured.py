@@ -103,6 +103,8 @@ def test_drafts_are_looked_at_one_by_one_and_forgotten(compiler: LLGuidance) -> 
     assert [row is None for row in stop] == [False, True, True]
     assert grammar.keep_valid(ids("a"), ids("bdx")) == ids("bd")
     assert allowed(grammar, "ab") == ["cd"]
+    assert grammar.keep_valid([*ids("abc"), EOS], ids("a")) == []  # it has ended: no error
+    assert not grammar.error
 
 
 def test_the_state_follows_the_output_wherever_it_goes(compiler: LLGuidance) -> None:

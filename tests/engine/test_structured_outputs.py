@@ -85,6 +85,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 17},
     "no-cache": {"enable_prefix_caching": False},
     "speculating": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}},
+    "drafting": {"speculative_config": {"method": "draft_model", "model": "."}},
     "preempting": {"num_gpu_blocks_override": 24, "max_model_len": 256},
     "async": {"async_scheduling": True},
 }
@@ -117,8 +118,11 @@ def plain(model: Path) -> list[tuple[str, Completion]]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_answer_has_its_form(model: Path, plain: list[tuple[str, Completion]], engine: str) -> None:
+def test_every_answer_has_its_form(
+    model: Path, plain: list[tuple[str, Completion]], engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And is the same, whatever the engine does beneath."""
+    monkeypatch.chdir(model)  # it drafts for itself
     answers = plain if engine == "plain" else generate(model, ENGINES[engine], 2)
     for name, answer in answers:
         if answer.finish_reason == "stop":
