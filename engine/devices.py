@@ -1,4 +1,4 @@
-"""Accelerators by their data sheets, and what a step takes on them: estimates, where no hardware is at hand."""
+"""Accelerators by their data sheets, and what a step takes on them: estimates without the hardware."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> Ste
     """The coefficients that explain measured steps best, none negative (NNLS on relative errors).
 
     The knee of the roofline is searched among KNEES; the worst twentieth of the samples is dropped.
-    ``per_moved_block`` and ``per_exchanged_token`` are not fitted. Raises ValueError for fewer than 10 samples.
+    ``per_moved_block`` and ``per_exchanged_token`` are not fitted. Raises ValueError below 10 samples.
     """
     if len(samples) < 10:
         raise ValueError(f"{len(samples)} measured steps are too few to fit step times to; 10 is the least")

@@ -13,6 +13,7 @@ import typer
 import loadgen.compare_command
 import loadgen.counters_command
 import loadgen.record_command
+import loadgen.simulate_command
 import loadgen.sweep_command
 import loadgen.trace_command
 from loadgen.options import Connection, Load, with_options
@@ -43,6 +44,7 @@ def mount(app: typer.Typer) -> None:
     loadgen.record_command.mount(bench)
     loadgen.trace_command.mount(bench)
     app.add_typer(bench, name="bench")
+    loadgen.simulate_command.mount(app)
 
 
 @bench.command()

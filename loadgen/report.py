@@ -122,7 +122,9 @@ def facts(records: Records) -> list[tuple[str, str]]:
         ("workload", records.schedule),
         ("schedule", schedule),
         ("window", f"{low:.2f} to {high:.2f} s" + ("" if records.steady else " (the whole run)")),
-        ("client", f"{client.loop}, {client.workers} process(es), {busy:.1%} of a core, {lag}"),
+        ("assumed", str(environment["estimate"]))
+        if "estimate" in environment
+        else ("client", f"{client.loop}, {client.workers} process(es), {busy:.1%} of a core, {lag}"),
     ]
 
 
@@ -132,10 +134,10 @@ def text(records: Records, summary: Summary | None = None) -> RenderableType:
     parts: list[RenderableType] = [
         Text.assemble((f"{name:<9}", "dim"), value) for name, value in facts(records)
     ]
-    parts.append(_table(RATE_HEADS, list(rate_rows(summary)), left=1))
-    parts.append(_table(LATENCY_HEADS, list(latency_rows(summary)), left=2))
+    parts.append(table(RATE_HEADS, list(rate_rows(summary)), left=1))
+    parts.append(table(LATENCY_HEADS, list(latency_rows(summary)), left=2))
     if went := list(part_rows(summary)):
-        parts.append(_table(PART_HEADS, went, left=2))
+        parts.append(table(PART_HEADS, went, left=2))
     colour = "green" if records.verdict == "ok" else "yellow"
     parts.append(Text.assemble("verdict  ", (records.verdict, f"bold {colour}")))
     parts += [Text(f"  - {reason}") for reason in records.reasons]
@@ -150,7 +152,8 @@ _FOOTNOTE = (
 )
 
 
-def _table(heads: tuple[str, ...], rows: list[tuple[str, ...]], left: int) -> Table:
+def table(heads: tuple[str, ...], rows: list[tuple[str, ...]], left: int) -> Table:
+    """The first ``left`` columns are text; what repeats in the first one is left out."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for i, head in enumerate(heads):
         table.add_column(head, justify="left" if i < left else "right", no_wrap=True)
@@ -175,15 +178,15 @@ def markdown(records: Records, summary: Summary | None = None) -> str:
     lines = [f"## Benchmark: {records.verdict}", ""]
     lines += [f"- {_escape(reason)}" for reason in records.reasons] + [""] * bool(records.reasons)
     lines += [f"- **{name}**: {_escape(value)}" for name, value in facts(records)]
-    lines += ["", *_markdown_table(RATE_HEADS, rate_rows(summary))]
-    lines += ["", *_markdown_table(LATENCY_HEADS, latency_rows(summary))]
+    lines += ["", *markdown_table(RATE_HEADS, rate_rows(summary))]
+    lines += ["", *markdown_table(LATENCY_HEADS, latency_rows(summary))]
     if summary.count("queue_p50"):
-        lines += ["", *_markdown_table(PART_HEADS, part_rows(summary))]
+        lines += ["", *markdown_table(PART_HEADS, part_rows(summary))]
     lines += ["", *(f"- {NAMES[name]}: {DEFINITIONS[name]}" for name in SHOWN), "", _FOOTNOTE, ""]
     return "\n".join(lines)
 
 
-def _markdown_table(heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
+def markdown_table(heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
     yield "| " + " | ".join(heads) + " |"
     yield "|" + "---|" * len(heads)
     for row in rows:

@@ -1,18 +1,36 @@
-"""The bundled engine in this process, its requests added before given steps: no HTTP, no clock, no noise."""
+"""The engine in this process, without HTTP: counted step by step, or in virtual time on some device."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
-from collections.abc import Mapping
+import shlex
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadgen.counters import Counters, CountersError
-from loadgen.workload import Schedule
+from loadgen.flags import render
+from loadgen.target import OpenTarget, StartFailed, Target
+from loadgen.workload import PlannedRequest, Schedule
 
 if TYPE_CHECKING:
+    from engine.model_config import ModelConfig
     from engine.step import StepOutput, StepPlan
+    from engine.step_times import StepTimes
+    from engine.virtual import SimulatedServer, Simulation
+    from loadgen.record import Records
+    from loadgen.routing import Policy
+    from loadgen.virtual import Answers
+    from loadgen.wire import Progress
+
+PREFIX = "simulated:"
+HERE = "bundled"
+"""``simulated:bundled``: this machine and the bundled model, as measured on it."""
 
 
 def count(model: str, flags: Mapping[str, Any], schedule: Schedule, steps_per_second: float) -> Counters:
@@ -101,3 +119,283 @@ class _Tally:
         self.fewest_free = min(self.fewest_free, plan.free_blocks)
         self.draft_tokens += output.num_draft_tokens
         self.accepted_tokens += output.num_accepted_tokens
+
+
+class SimulatedTarget(Target):
+    """Servers in virtual time: ``simulated:h100`` and other devices by their data sheets, ``simulated:FILE``
+    by step times that were saved, ``simulated:bundled`` by those of this machine.
+
+    ``model`` is a config.json, a checkpoint or "bundled". With ``replicas`` a config is a fleet. Runs are the
+    same whenever and wherever they are run. Raises ValueError for a target or a model that cannot be read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        *,
+        replicas: int = 1,
+        routing: Policy = "least-loaded",
+        acceptance: float | None = None,
+        calibrating: Callable[[str], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.replicas, self.routing = replicas, routing
+        self._acceptance, self._model_name = acceptance, model
+        self._seconds = 0.0
+        self._model = _read_model(model)
+        self._make = _maker(name.removeprefix(PREFIX), self._model, acceptance, calibrating)
+        self.estimate = self.simulation({}).times.source
+        self.served_name = _served_name(model)
+
+    def clock(self) -> float:
+        """Virtual seconds of all runs."""
+        return self._seconds
+
+    def passed(self, seconds: float) -> None:
+        self._seconds += seconds
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """What the knobs that a tuner always varies are where no flag says."""
+        config = self.simulation({}).config
+        return {name: getattr(config, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
+
+    def simulation(self, config: Mapping[str, Any]) -> Simulation:
+        """What a config is simulated with. Raises ValueError (ConfigError) for a wrong flag."""
+        try:
+            return self._make(config)
+        except TypeError as error:  # a word where a number belongs
+            raise ValueError(f"a flag has a value of the wrong kind: {error}") from None
+
+    @contextmanager
+    def open(self, config: Mapping[str, Any]) -> Iterator[OpenSimulation]:
+        """Raises StartFailed: bad_flag, out_of_memory or kv_cache_too_small."""
+        from engine.virtual import SimulatedServer
+
+        try:
+            simulation = self.simulation(config)
+        except ValueError as error:
+            raise StartFailed("bad_flag", str(error)) from None
+        room = _device_bytes(simulation) * simulation.config.gpu_memory_utilization
+        taken = simulation.size.weights_bytes + simulation.size.activation_bytes
+        if taken > room:
+            raise StartFailed(
+                "out_of_memory",
+                f"weights and activations take {taken / 1e9:.1f} GB, gpu_memory_utilization leaves "
+                f"{room / 1e9:.1f} GB",
+            )
+        try:
+            servers = [SimulatedServer(simulation, self.served_name, n) for n in range(self.replicas)]
+        except ValueError as error:
+            raise StartFailed("kv_cache_too_small", str(error)) from None
+        yield OpenSimulation(self, simulation, [_Door(server) for server in servers])
+
+    def launch_command(self, config: Mapping[str, Any]) -> str:
+        program = "vtune" if self.name == PREFIX + HERE else "vllm"
+        return shlex.join([program, "serve", self.served_name, *render(config)])
+
+
+class OpenSimulation(OpenTarget):
+    """Simulated servers that are up: one, or a fleet behind its router."""
+
+    def __init__(self, target: SimulatedTarget, simulation: Simulation, doors: Sequence[_Door]) -> None:
+        self.model, self.simulation = target.served_name, simulation
+        self.max_model_len = doors[0].server.max_model_len
+        self.parts: tuple[Records, ...] = ()
+        """What each replica served in the last run."""
+        self._target, self._doors, self._runs = target, doors, 0
+
+    def run(
+        self,
+        schedule: Schedule,
+        progress: Callable[[Progress], None] | None = None,
+        stop: threading.Event | None = None,
+        *,
+        timeout: float = 600.0,
+        drain: float | None = None,
+    ) -> Records:
+        from loadgen.routing import make_route
+        from loadgen.virtual import VirtualClient, records_of, warm_up
+
+        began = max(door.now for door in self._doors)
+        name = f"{self._runs}-"
+        self._runs += 1
+        failures = warm_up(schedule, self._doors, name)
+        route = make_route(self._target.routing, len(self._doors), schedule)
+        client = VirtualClient(
+            schedule,
+            self._doors,
+            route,
+            name=name,
+            timeout=timeout,
+            drain=drain,
+            progress=progress,
+            stop=stop,
+        )
+        client.run()
+        self._target.passed(max(door.now for door in self._doors) - began)
+        environment = {
+            "url": f"{self._target.name} ({self.simulation.times.source})",
+            "model": self.model,
+            "estimate": "; ".join(self.simulation.assumed),
+        }
+        scrapes = [door.scrapes_since(client.start) for door in self._doors]
+        self.parts = tuple(
+            records_of(client, schedule, environment=environment, scrapes=scrapes[number], server=number)
+            for number in range(len(self._doors))
+        )
+        return records_of(
+            client,
+            schedule,
+            environment=environment,
+            warmup_failures=failures,
+            scrapes=scrapes[0] if len(scrapes) == 1 else (),
+        )
+
+    def scrape(self) -> str:
+        """Of the first replica."""
+        return self._doors[0].server.scrape()
+
+    def log_tail(self, lines: int = 30) -> str:
+        return "\n".join(self._doors[0].server.core.memory_plan.describe().splitlines()[-lines:])
+
+
+class _Door:
+    """A simulated engine as the client sees a server."""
+
+    def __init__(self, server: SimulatedServer) -> None:
+        self.server = server
+
+    @property
+    def now(self) -> float:
+        return self.server.now
+
+    @property
+    def busy(self) -> bool:
+        return self.server.busy
+
+    def submit(self, request_id: str, token_ids: Sequence[int], planned: PlannedRequest, at: float) -> None:
+        from engine.request import SamplingParams
+        from engine.simulate import TimedRequest
+
+        room = self.server.max_model_len
+        if len(token_ids) + planned.max_tokens > room:
+            raise ValueError(
+                f"the model's context is {room} tokens, and {len(token_ids)} of the prompt with "
+                f"{planned.max_tokens} of the answer exceed it"
+            )
+        sampling = SamplingParams(planned.max_tokens, temperature=0.0, ignore_eos=True)
+        self.server.add(TimedRequest(request_id, at, token_ids, sampling, planned.priority))
+
+    def step(self) -> Answers:
+        from loadgen.virtual import Answer, Answers
+
+        outputs = self.server.step()
+        others = {}
+        for row, output in outputs.others.items():
+            ended = self.server.finished.pop(output.request_id, None)
+            others[row] = Answer(
+                len(output.token_ids),
+                output.finish.value if output.finish else None,
+                ended.cached_tokens if ended else None,
+                ended.queue if ended else None,
+                ended.prefill if ended else None,
+            )
+        return Answers(outputs.request_ids, others)
+
+    def abort(self, request_id: str) -> None:
+        self.server.abort(request_id)
+
+    def idle_until(self, moment: float) -> None:
+        self.server.idle_until(moment)
+
+    def scrapes_since(self, start: float) -> tuple[tuple[int, str], ...]:
+        """(unix ms, text): the last one before ``start``, those of every second since, and one of now."""
+        from loadgen.virtual import START_UNIX_MS
+
+        whole = [*self.server.scrapes, (self.now, self.server.scrape())]
+        first = max((n for n, (at, _) in enumerate(whole) if at <= start), default=0)
+        return tuple((START_UNIX_MS + round(at * 1e3), text) for at, text in whole[first:])
+
+
+def _read_model(name: str) -> ModelConfig:
+    """Raises ValueError."""
+    from engine.bundled import FetchError
+    from engine.model_config import load_model_config
+    from engine.model_error import ModelError
+    from engine.weights import resolve_model
+
+    try:
+        path = resolve_model(name)
+        return load_model_config(path, "gguf" if path.suffix == ".gguf" else "dummy")  # no weights needed
+    except (ModelError, FetchError, OSError) as error:
+        raise ValueError(f"--model {name}: {error}") from None
+
+
+def _served_name(model: str) -> str:
+    """What the config says it is called, for a launch command; else the path or id."""
+    path = Path(model)
+    file = path / "config.json" if path.is_dir() else path
+    if file.suffix != ".json" or not file.is_file():
+        return model
+    name = json.loads(file.read_text(encoding="utf-8")).get("_name_or_path")
+    return name if isinstance(name, str) and name else str(file.parent)
+
+
+def _maker(
+    device: str,
+    model: ModelConfig,
+    acceptance: float | None,
+    calibrating: Callable[[str], None] | None,
+) -> Callable[[Mapping[str, Any]], Simulation]:
+    from engine.devices import DEVICES
+    from engine.step_times import StepTimes
+    from engine.virtual import on_device, on_times
+
+    if device in DEVICES:
+        return lambda flags: on_device(model, DEVICES[device], flags, acceptance)
+    if device == HERE:
+        times = _measured(calibrating)
+    elif device.endswith(".json"):
+        try:
+            times = StepTimes.from_json(Path(device).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{PREFIX}{device}: no step times: {error}") from None
+    else:
+        raise ValueError(
+            f"{PREFIX}{device}: unknown. Known are {', '.join(DEVICES)}, {HERE} (this machine), and a JSON "
+            "file of step times"
+        )
+    return lambda flags: on_times(model, times, flags, acceptance)
+
+
+def _measured(calibrating: Callable[[str], None] | None) -> StepTimes:
+    """The bundled model's step times on this machine: from the cache, or measured and put there."""
+    from engine.bundled import cache_dir
+    from engine.calibrate import calibrate
+    from engine.config import EngineConfig
+    from engine.step_times import StepTimes
+    from loadgen.record import write_atomically
+
+    saved = cache_dir() / f"step-times-{platform.node()}.json"
+    if saved.is_file():
+        return StepTimes.from_json(saved.read_text(encoding="utf-8"))
+    if calibrating:
+        calibrating(f"measuring the bundled model's steps on this machine, kept in {saved}")
+    try:
+        times, _ = calibrate(EngineConfig(max_model_len=2048, max_num_seqs=32))
+    except ImportError as error:
+        raise ValueError(
+            f"{PREFIX}{HERE} measures the bundled engine once, and {error.name} is missing: "
+            "pip install 'vtune-llm[engine]'"
+        ) from None
+    write_atomically(saved, [times.to_json(), "\n"])
+    return times
+
+
+def _device_bytes(simulation: Simulation) -> int:
+    """As the memory plan takes them."""
+    from engine.config import GIB
+
+    return simulation.config.device_memory or max(GIB, 2 * simulation.size.weights_bytes)
