@@ -282,7 +282,9 @@ def _spread(deltas: Sequence[_Delta], total: int) -> list[float]:
 
 def _json(data: bytes) -> object:
     try:
-        return json.loads(data)
+        return json.loads(
+            data.decode("utf-8", "surrogatepass")
+        )  # given bytes, it guesses their encoding first
     except ValueError:
         return None
 

@@ -25,6 +25,17 @@ def min_samples(quantile: float) -> int:
     return math.ceil(math.log(0.05) / math.log(quantile)) if 0 < quantile < 1 else 1
 
 
+def binomial_quantile(share: float, n: int, p: float) -> int:
+    """The smallest k with P(X <= k) >= ``share`` for X binomial of ``n`` and ``p``.
+
+    As ``scipy.stats.binom.ppf``, whose module takes a second to import: longer than most reports.
+    """
+    from scipy.special import bdtr, bdtrik
+
+    k = math.ceil(bdtrik(share, n, p))
+    return k - 1 if k >= 1 and bdtr(k - 1, n, p) >= share else k
+
+
 @dataclass(frozen=True)
 class Distribution:
     """Samples in seconds, sorted. ``weights``: how many samples each stands for; ``groups``: the
@@ -93,18 +104,16 @@ class Distribution:
         return self._woodruff_interval(quantile, confidence)
 
     def _binomial_interval(self, quantile: float, confidence: float) -> tuple[float, float]:
-        from scipy.stats import binom
-
         n, tail = len(self.values), (1 - confidence) / 2
-        low = int(binom.ppf(tail, n, quantile))  # 1-based rank; 0: below every sample
-        high = int(binom.ppf(1 - tail, n, quantile)) + 1
+        low = binomial_quantile(tail, n, quantile)  # 1-based rank; 0: below every sample
+        high = binomial_quantile(1 - tail, n, quantile) + 1
         return (
             float(self.values[low - 1]) if low >= 1 else 0.0,
             float(self.values[high - 1]) if high <= n else math.inf,
         )
 
     def _woodruff_interval(self, quantile: float, confidence: float) -> tuple[float, float]:
-        from scipy.stats import t
+        from scipy.special import stdtrit
 
         _, group = np.unique(self.groups, return_inverse=True)
         clusters = int(group.max()) + 1
@@ -117,7 +126,7 @@ class Distribution:
         error = math.sqrt(clusters / (clusters - 1) * float(residual @ residual)) / total
         # Between requests that are all alike the estimate can vanish; it is never below independence.
         error = max(error, math.sqrt(quantile * (1 - quantile) / total))
-        half = float(t.ppf((1 + confidence) / 2, clusters - 1)) * error
+        half = float(stdtrit(clusters - 1, (1 + confidence) / 2)) * error
         return (
             self.rank(quantile - half) if quantile > half else 0.0,
             self.rank(quantile + half) if quantile + half < 1 else math.inf,

@@ -122,8 +122,12 @@ def serve(source: IO[bytes], to: IO[bytes]) -> None:
         source.read(1)  # a byte, or the end of input: stop either way
         stop.set()
 
+    def report(progress: Progress) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the end of input stops the run by itself
+            write_frame(to, progress)
+
     threading.Thread(target=listen, daemon=True).start()
-    log = drive(plan, start_ns, stop=stop.is_set, progress=lambda progress: write_frame(to, progress))
+    log = drive(plan, start_ns, stop=stop.is_set, progress=report)
     write_frame(to, log)
 
 

@@ -51,7 +51,8 @@ class MockServer:
     def __init__(self, gap: float = 0.0) -> None:
         self.gap = gap
         self.seen = Seen()
-        self.paused_until_ns = 0
+        self.silent_until_request = 0
+        """Answer nothing before so many requests have come."""
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.seen.connections += 1
@@ -79,8 +80,8 @@ class MockServer:
         self.seen.bodies.append(json.loads(body))
         self.seen.headers.append(headers)
         behaviour = path.split("/")[1]
-        if self.paused_until_ns > monotonic_ns():
-            await asyncio.sleep((self.paused_until_ns - monotonic_ns()) / 1e9)
+        while len(self.seen.bodies) < self.silent_until_request:
+            await asyncio.sleep(0.002)
         keep = await getattr(self, f"do_{behaviour}", self.do_v1)(json.loads(body), write)
         return keep is not False
 

@@ -106,18 +106,17 @@ def test_a_cap_makes_it_semi_open_and_latency_still_runs_from_the_intended_time(
 
 
 def test_a_stalled_server_is_seen_by_all_requests_that_were_due_meanwhile() -> None:
+    """A stall of 100 gaps, as 2 s are at 50 requests a second: the P99 from intended is 96 gaps and more."""
     mock = MockServer()
+    mock.silent_until_request = 100
     with running(mock) as port:
-        mock.paused_until_ns = time.monotonic_ns() + 700_000_000
-        run = run_schedule(
-            f"http://127.0.0.1:{port}", schedule(Constant(100.0), 40), model="m", options=INLINE
-        )
-    assert len(run.requests) == 40
-    # 100 requests a second: the first 20 were due long before anything was answered, and were sent all the
-    # same, so that each of them counts what it lost from the time at which it was due.
+        plan = schedule(Constant(500.0), 300)
+        run = run_schedule(f"http://127.0.0.1:{port}", plan, model="m", options=INLINE)
+    assert all(r.ok for r in run.requests)
     first_answer = min(r.chunk_at[0] for r in run.requests)
-    assert all(r.intended < first_answer for r in run.requests[:20])
-    assert all(r.sent is not None and r.sent < first_answer for r in run.requests[:20])
+    assert all(r.sent is not None and r.sent < first_answer for r in run.requests[:100])
+    waits = sorted(r.chunk_at[0] - r.intended for r in run.requests)
+    assert waits[296] >= 96 * 2_000_000
 
 
 BEHAVIOURS = {
@@ -383,9 +382,13 @@ def test_a_worker_does_not_outlive_its_parent() -> None:
     )
     with running(MockServer()) as port:
         parent = subprocess.Popen(
-            [sys.executable, "-c", program, f"http://127.0.0.1:{port}"], stdout=subprocess.PIPE
+            [sys.executable, "-c", program, f"http://127.0.0.1:{port}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert parent.stdout is not None
+        assert parent.stderr is not None
         parent.stdout.readline()
         (worker,) = (
             int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
@@ -395,6 +398,10 @@ def test_a_worker_does_not_outlive_its_parent() -> None:
         parent.stdout.close()
         while Path(f"/proc/{worker}/cmdline").exists() and Path(f"/proc/{worker}/cmdline").read_bytes():
             time.sleep(0.02)  # the test's own time limit is the assertion
+        assert (
+            parent.stderr.read() == ""
+        )  # nobody is there to be told the progress: no reason for a traceback
+        parent.stderr.close()
 
 
 def test_nothing_is_left_open(url: str) -> None:

@@ -5,8 +5,9 @@ import math
 import numpy as np
 import pytest
 from recorded_exchange import record, records
+from scipy.stats import binom
 
-from loadgen.distribution import Distribution, min_samples
+from loadgen.distribution import Distribution, binomial_quantile, min_samples
 from loadgen.record import Failure, RequestRecord
 from loadgen.stats import METRICS, Bound, Summary
 
@@ -48,6 +49,13 @@ def test_failures_are_infinite_in_percentiles_and_absent_from_means() -> None:
 def test_binomial_interval_of_the_median() -> None:
     """The classic table: of 100 samples, ranks 40 and 61 hold the median with 95 %."""
     assert Distribution.of(np.arange(1, 101)).interval(0.5) == (40, 61)
+
+
+@pytest.mark.parametrize("p", [0.5, 0.9, 0.95, 0.99, 0.999])
+def test_binomial_quantiles_are_those_of_scipys_distribution(p: float) -> None:
+    for n in (1, 2, 7, 30, 59, 100, 299, 2995, 1_000_000):
+        for share in (0.005, 0.025, 0.05, 0.95, 0.975, 0.995):
+            assert binomial_quantile(share, n, p) == binom.ppf(share, n, p)
 
 
 def test_an_interval_the_sample_cannot_close_is_open() -> None:
