@@ -65,6 +65,10 @@ class Tool(ABC):
     def p99_ttft(self, folder: Path) -> float:
         """Seconds."""
 
+    def loop_cpu(self, folder: Path) -> float | None:
+        """CPU seconds while the load ran, where the tool tells them apart from what follows."""
+        return None
+
 
 class Vtune(Tool):
     """This package."""
@@ -103,6 +107,9 @@ class Vtune(Tool):
 
     def p99_ttft(self, folder: Path) -> float:
         return Records.load(folder / "records.json").summary().value("ttft_p99")
+
+    def loop_cpu(self, folder: Path) -> float:
+        return Records.load(folder / "records.json").client.cpu
 
 
 class VllmBench(Tool):
@@ -222,16 +229,31 @@ class AiPerf(Tool):
 TOOLS: dict[str, type[Tool]] = {tool.name: tool for tool in (Vtune, VllmBench, GuideLlm, AiPerf)}
 
 
-def own_stamp_errors(url: str, requests: int, tokens: int) -> list[float]:
-    """All ``requests`` at once, their starts spread over a gap between tokens."""
+@dataclass(frozen=True)
+class Streams:
+    """``requests`` of ``tokens`` each, their starts ``spacing_ns`` apart."""
+
+    requests: int
+    tokens: int
+    spacing_ns: int
+
+
+@dataclass(frozen=True)
+class Token:
+    """When its request was due, when the mock wrote it and when the client stamped it. Seconds."""
+
+    intended: float
+    written: float
+    at: float
+
+
+def stamped(url: str, load: Streams) -> list[list[Token]]:
+    """The tokens of each stream, by the client of this package."""
     host, _, port = url.removeprefix("http://").partition(":")
-    body = json.dumps({"max_tokens": tokens}).encode()
+    payload = build_request("/v1/completions", host, json.dumps({"max_tokens": load.tokens}).encode(), {})
     plan = WirePlan(
         endpoint=Endpoint(host, int(port)),
-        requests=tuple(
-            WireRequest(i, i * 20_000_000 // requests, build_request("/v1/completions", host, body, {}))
-            for i in range(requests)
-        ),
+        requests=tuple(WireRequest(i, i * load.spacing_ns, payload) for i in range(load.requests)),
         closed=False,
         concurrency=None,
         duration_ns=None,
@@ -239,14 +261,15 @@ def own_stamp_errors(url: str, requests: int, tokens: int) -> list[float]:
         connect_timeout_ns=10 * SECOND,
         drain_ns=600 * SECOND,
     )
-    return [error for exchange in drive(plan).exchanges for error in _errors(exchange)]
+    return [_tokens(exchange) for exchange in drive(plan).exchanges]
 
 
-def _errors(exchange: Exchange) -> list[float]:
+def _tokens(exchange: Exchange) -> list[Token]:
     found = []
     for event in events(decode(exchange.parts, exchange.stamps).pieces):
         choices = [] if event.data == b"[DONE]" else json.loads(event.data)["choices"]
-        found += [(event.at_ns - int(choice["text"])) / 1e9 for choice in choices]
+        times = [(exchange.intended_ns, int(choice["text"]), event.at_ns) for choice in choices]
+        found += [Token(*(time / 1e9 for time in each)) for each in times]
     return found
 
 
@@ -255,4 +278,5 @@ if __name__ == "__main__":
     for word, kind in (("url", str), ("requests", int), ("tokens", int), ("out", Path)):
         parser.add_argument(word, type=kind)
     given = parser.parse_args()
-    given.out.write_text(json.dumps(own_stamp_errors(given.url, given.requests, given.tokens)))
+    found = stamped(given.url, Streams(given.requests, given.tokens, 20_000_000 // given.requests))
+    given.out.write_text(json.dumps([token.at - token.written for stream in found for token in stream]))

@@ -6,7 +6,8 @@ Each tool runs from an environment of its own: ``--vllm``, ``--guidellm`` and ``
 what is missing is left out. ``--tokenizer`` is a folder that the others need to make prompts of a length.
 Lateness and arrivals are judged by when requests reached the server, so that nobody is taken at its word.
 
-cpu       CPU time of the whole command for another chunk: a long run less a short one
+cpu       CPU time of the whole command for another chunk: a long run less a short one; we parse and report
+          after the load, so that what ours spends while it runs stands beside it
 stamps    |a tool's time of a token - the server's|, 100 streams x 50 tokens/s
 rate      the highest rate of one process at which 99 % of requests come within 2 ms of their time
 arrivals  the gaps that were asked for, and those that came
@@ -91,9 +92,13 @@ def streams(seconds: float) -> Load:
 def cpu_a_chunk(tool: Tool, server: Mock, seconds: float) -> str:
     """The difference of two lengths, so that starting up is not counted."""
     short, long = streams(1), streams(1 + seconds)
-    spent = run(tool, server, long).cpu - run(tool, server, short).cpu
-    chunks = (long.tokens - short.tokens) * STREAMS
-    return f"{1e6 * spent / chunks:.1f} µs"
+    ran = run(tool, server, long)
+    spent = ran.cpu - run(tool, server, short).cpu
+    text = f"{1e6 * spent / (long.tokens - short.tokens) / STREAMS:.1f} µs"
+    loop = tool.loop_cpu(ran.folder)
+    return (
+        text if loop is None else f"{text}, while the load runs {1e6 * loop / long.tokens / STREAMS:.1f} µs"
+    )
 
 
 def stamp_errors(tool: Tool, server: Mock, seconds: float) -> str:
