@@ -46,6 +46,7 @@ def _ratios(comparison: Comparison) -> go.Figure:
         error_x={
             "type": "data",
             "symmetric": False,
+            "color": _NEUTRAL,
             "array": [100 * (row.high - row.ratio) for row in rows],
             "arrayminus": [100 * (row.ratio - row.low) for row in rows],
         },
