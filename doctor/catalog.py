@@ -6,6 +6,7 @@ releases) the first counts. Some pipelines turn the colon into an underscore, so
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -106,6 +107,27 @@ METRICS: dict[str, Metric] = {
 ANCHORS = ("running", "waiting", "kv_usage", "generation_tokens", "ttft")
 """Metrics that carry the labels of one engine; who has none of them is not a server we know."""
 
+OPTIONAL = frozenset({"drafts", "draft_tokens", "accepted_tokens", "cache_config", "cache_hit_rate"})
+"""Metrics that a healthy server may lack: speculation's exist only while it is on."""
+
+ELSEWHERE: frozenset[str] = frozenset()
+"""Metrics of other exporters than the server itself."""
+
+_INTRODUCED = {
+    "vllm:kv_cache_usage_perc": (0, 9, 2),
+    "vllm:prefix_cache_queries_total": (0, 9, 2),
+    "vllm:prefix_cache_hits_total": (0, 9, 2),
+    "vllm:inter_token_latency_seconds": (0, 10, 2),
+}
+_GONE = {
+    "vllm:gpu_cache_usage_perc": (0, 12, 0),
+    "vllm:gpu_prefix_cache_queries_total": (0, 12, 0),
+    "vllm:gpu_prefix_cache_hits_total": (0, 12, 0),
+    "vllm:time_per_output_token_seconds": (0, 14, 0),
+    "vllm:time_in_queue_requests": (0, 10, 0),
+}
+_NEVER = (999, 0, 0)
+
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "counter": ("",), "info": ("",)}
 
 _FAMILIES = (
@@ -132,6 +154,22 @@ def sample_names() -> frozenset[str]:
         for suffix in _SUFFIXES[metric.kind]
     }
     return frozenset(wanted | MARKERS)
+
+
+def names_of(version: str) -> frozenset[str]:
+    """The sample names of one vLLM version, such as "0.9.1". Raises ValueError."""
+    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version.strip())
+    if match is None:
+        raise ValueError(f"{version!r} is no vLLM version; write e.g. 0.10.1")
+    number = (int(match[1]), int(match[2]), int(match[3] or 0))
+    return frozenset(
+        name + suffix
+        for metric in METRICS.values()
+        for name in metric.names
+        if not name.startswith(("sglang", "vllm_"))
+        and _INTRODUCED.get(name, (0, 0, 0)) <= number < _GONE.get(name, _NEVER)
+        for suffix in _SUFFIXES[metric.kind]
+    )
 
 
 def family(names: Iterable[str]) -> str | None:

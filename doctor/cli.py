@@ -6,16 +6,19 @@ import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from doctor.export_cli import export_app
+from doctor.options import assumptions, choose_source, stop
+
 if TYPE_CHECKING:
     from doctor.finding import Diagnosis
-    from doctor.period import Period
     from doctor.sources import Source
 
 doctor_app = typer.Typer(invoke_without_command=True, no_args_is_help=True, rich_markup_mode="rich")
+doctor_app.add_typer(export_app, name="export")
 playbook_app = typer.Typer(no_args_is_help=True, help="The symptoms that the doctor knows, and their cures.")
 
 
@@ -117,7 +120,7 @@ def doctor(
     from loadgen.slo import SloError
 
     try:
-        source = _source(metrics, prometheus, series, log, selector, period(since, until))
+        source = choose_source(metrics, prometheus, series, log, selector, period(since, until))
         command = parse_command(flags) if flags is not None else None
 
         def judge() -> Diagnosis:
@@ -126,7 +129,7 @@ def doctor(
                 None if command is None else command.flags,
                 slo,
                 log=read_log(log) if log is not None else None,
-                assume=_assumptions(assume or []),
+                assume=assumptions(assume or []),
                 window=None if window is None else seconds(window),
                 engine="vtune" if command is not None and command.engine == "vtune" else None,
             )
@@ -139,11 +142,11 @@ def doctor(
             diagnosis = judge()
             _print(diagnosis, format, queries, fail_on)
     except FlagError as error:
-        _stop(f"--flags: {error}")
+        stop(f"--flags: {error}")
     except (SourceError, SloError, PlaybookError, ValueError) as error:
-        _stop(str(error))
+        stop(str(error))
     except KeyboardInterrupt:
-        _stop("interrupted before two scrapes were taken", code=130)
+        stop("interrupted before two scrapes were taken", code=130)
     raise typer.Exit(_exit_code(diagnosis, fail_on))
 
 
@@ -172,7 +175,7 @@ def show_playbook(
     if identity not in known:
         near = difflib.get_close_matches(identity, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see vtune playbook list"
-        _stop(f"no playbook {identity!r}; {hint}")
+        stop(f"no playbook {identity!r}; {hint}")
     typer.echo(resources.files("playbooks").joinpath(f"{identity}.md").read_text(encoding="utf-8"), nl=False)
 
 
@@ -182,68 +185,7 @@ def _playbooks() -> Any:
     try:
         return load_all()
     except PlaybookError as error:
-        _stop(str(error))
-
-
-def _source(
-    metrics: str | None,
-    prometheus: str | None,
-    series: Path | None,
-    log: Path | None,
-    selector: str,
-    period: Period | None = None,
-) -> Source:
-    from doctor.logfile import LogSource
-    from doctor.sources import MetricsUrl, PrometheusSource, SeriesFile, SourceError
-
-    given = [
-        name
-        for name, value in (("--metrics", metrics), ("--prometheus", prometheus), ("--series", series))
-        if value is not None
-    ]
-    if len(given) > 1:
-        raise SourceError(f"{' and '.join(given)} are different sources; give one")
-    if selector and prometheus is None:
-        raise SourceError("--selector chooses series of a Prometheus; it needs --prometheus URL")
-    if period is not None and prometheus is None and series is None:
-        raise SourceError(
-            "--since and --until look into the past; they need --prometheus URL or --series FILE"
-        )
-    if metrics is not None:
-        return MetricsUrl(metrics, progress=_progress())
-    if prometheus is not None:
-        return PrometheusSource(prometheus, selector, period=period)
-    if series is not None:
-        return SeriesFile(series, period)
-    if log is not None:
-        return LogSource(log)
-    raise SourceError("nothing to look at: give --metrics URL, --prometheus URL, --series FILE or --log FILE")
-
-
-def _progress() -> Callable[[float], None] | None:
-    """Seconds watched so far, on a terminal only."""
-    if not sys.stderr.isatty():
-        return None
-    return lambda elapsed: typer.echo(f"\rwatching … {elapsed:3.0f} s", nl=False, err=True)
-
-
-def _assumptions(texts: list[str]) -> dict[str, float]:
-    from doctor.playbook import ASSUMPTIONS
-
-    assumed = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        key = name.strip().replace("-", "_")
-        if key not in ASSUMPTIONS:
-            known = ", ".join(known.replace("_", "-") for known in ASSUMPTIONS)
-            raise ValueError(f"--assume {text}: unknown; known: {known}")
-        try:
-            assumed[key] = float(value)
-        except ValueError:
-            raise ValueError(f"--assume {text}: write {name}=NUMBER") from None
-        if not 0 <= assumed[key] < float("inf"):
-            raise ValueError(f"--assume {text}: must be a number of tokens, 0 or more")
-    return assumed
+        stop(str(error))
 
 
 def _rolling(source: Source) -> Source:
@@ -310,8 +252,3 @@ def _exit_code(diagnosis: Diagnosis, fail_on: Threshold | None) -> int:
     if fail_on is None or worst is None:
         return 0
     return int(SEVERITIES.index(worst) >= SEVERITIES.index(fail_on.value))
-
-
-def _stop(message: str, code: int = 2) -> NoReturn:
-    typer.echo(f"vtune doctor: {message}", err=True)
-    raise typer.Exit(code)

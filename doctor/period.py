@@ -22,7 +22,7 @@ def seconds(text: str, option: str = "--window") -> float:
 
 @dataclass(frozen=True)
 class Moment:
-    """A point in time: ``unix_s``, a time of day (``clock``), or ``before_end`` seconds before the data end."""
+    """A point in time: absolute, a time of day, or seconds before the data end."""
 
     unix_s: float | None = None
     clock: datetime | None = None

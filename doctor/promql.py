@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from doctor.catalog import METRICS, Metric
 from doctor.signals import (
@@ -99,6 +99,18 @@ class PromQL:
         """The engines that have a metric."""
         suffix = "_count" if METRICS[key].kind == "histogram" else ""
         return f"count {_BY} ({self._ranges(key, suffix, 'last_over_time')})"
+
+    def labels_of(self, name: str) -> str:
+        """The series of one sample name."""
+        return f"last_over_time({name}{self._where()}[{duration(self.window_ms)}])"
+
+    def series(self, key: str) -> str:
+        """A metric's instant selector, under its newest name here."""
+        return self.names(METRICS[key], "")[0] + self._where()
+
+    def without(self, matcher: str) -> PromQL:
+        """The same queries without one matcher of the selector's end."""
+        return replace(self, selector=self.selector.removesuffix(matcher).rstrip(","))
 
     def names(self, metric: Metric, suffix: str) -> list[str]:
         """The sample names to ask for, newest first."""

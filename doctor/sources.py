@@ -77,7 +77,7 @@ def observe_recording(
     start = first - 1 if window is None else max(first - 1, end - round(window * 1000))
     if (recording.times >= start).sum() < 2:
         raise SourceError(f"{name}: fewer than two scrapes in the last {window:g} s; widen --window")
-    span = Span(start, end, _step(end - start))
+    span = Span(start, end, subquery_step(end - start))
     evaluator = ScrapeEvaluator(recording, span, PromQL(end - start, span.step, slo=slo))
     return _observation(name, evaluator, (end - start) / 1000, recording.notes)
 
@@ -216,7 +216,7 @@ class PrometheusSource(Source):
 
         seconds, at = self._bounds(window if window is not None else self.DEFAULT_WINDOW_S)
         ms = round(seconds * 1000)
-        promql = PromQL(ms, _step(ms), self.selector, slo=slo)
+        promql = PromQL(ms, subquery_step(ms), self.selector, slo=slo)
         evaluator = PrometheusEvaluator(self._asker(at), promql)
         return _observation(self.name, evaluator, seconds, ())
 
@@ -266,7 +266,7 @@ def _observation(name: str, evaluator: Evaluator, window_s: float, notes: Sequen
     return Observation(name, evaluator, known, window_s, tuple(notes))
 
 
-def _step(window_ms: int) -> int:
+def subquery_step(window_ms: int) -> int:
     """A subquery step that gives about 120 instants, in [0.1 s, 60 s]."""
     return min(max(round(window_ms / 120 / 100) * 100, 100), 60_000)
 

@@ -37,6 +37,8 @@ class Case:
     quiet_flags: Mapping[str, Any] | None = None
     """The quiet server's own flags, where it has others."""
     assume: Mapping[str, float] = field(default_factory=dict)
+    special: bool = False
+    """Needs more than a server's metrics: a log, a baseline, another exporter."""
 
 
 CASES: dict[str, Case] = {

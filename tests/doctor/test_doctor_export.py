@@ -1,0 +1,214 @@
+"""Alerts that mean the same as the diagnosis, and a dashboard whose queries answer."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from live_prometheus import PROMTOOL, load_recording, needs_prometheus, prometheus
+from recordings import needs_recordings, scrapes
+from synthetic_server import Server
+from test_playbooks import CASES
+from typer.testing import CliRunner, Result
+
+from doctor.alerts import alert_rules
+from doctor.cli import mount
+from doctor.dashboard import dashboard
+from doctor.diagnose import diagnose
+from doctor.export import compiler
+from doctor.exposition import record
+from doctor.playbook import load_all
+from doctor.sources import Scrapes
+
+app = typer.Typer()
+mount(app)
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="the promtool binary is not installed")
+EVERY_S, STEPS = 15, 60
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ("doctor", "export", *arguments), catch_exceptions=False)
+
+
+def check(text: str, path: Path) -> None:
+    assert PROMTOOL is not None
+    path.write_text(text)
+    command = [PROMTOOL, "check", "rules", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def alerts(text: str) -> dict[str, dict[str, Any]]:
+    groups = yaml.safe_load(text)["groups"]
+    return {
+        rule["labels"].get("playbook", rule["alert"]): rule for group in groups for rule in group["rules"]
+    }
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--flags", "vllm serve m --max-num-seqs 64", "--selector", '{job="vllm"}'],
+        ["--vllm-version", "0.8.5", "--slo", "itl_p99<50ms"],
+        ["--assume", "shared-prefix=1000", "--window", "10m"],
+    ],
+)
+def test_promtool_takes_the_rules(arguments: list[str], tmp_path: Path) -> None:
+    check(run("alerts", *arguments).stdout, tmp_path / "rules.yml")
+
+
+def test_a_rule_on_a_flag_nobody_stated_is_named_and_left_out() -> None:
+    blind = run("alerts").stdout
+    assert "# not exported: seq-cap: max_num_seqs: not known here" in blind
+    assert "# not exported: prefix-misses: shared_prefix" in blind
+    told = alerts(run("alerts", "--flags", "vllm serve m --max-num-seqs 64").stdout)
+    assert "> 50.7)" in told["seq-cap"]["expr"]
+    assert told["kv-idle"]["annotations"]["explained_by"] == "overload, prefill-slow, seq-cap"
+
+
+def test_names_are_those_of_the_version() -> None:
+    old, new = (run("alerts", "--vllm-version", version).stdout for version in ("0.9.0", "0.33.0"))
+    assert ("gpu_cache_usage_perc" in old, "kv_cache_usage_perc" in old) == (True, False)
+    assert ("gpu_cache_usage_perc" in new, "kv_cache_usage_perc" in new) == (False, True)
+    assert "vllm:time_per_output_token_seconds_bucket" in old
+    assert run("alerts", "--vllm-version", "new").exit_code == 2
+
+
+def test_what_blinds_a_rule_is_an_alert_too() -> None:
+    groups = yaml.safe_load(run("alerts").stdout)["groups"]
+    absences = {rule["labels"]["metric"]: rule for rule in groups[1]["rules"]}
+    assert "kv-pressure" in absences["vllm:kv_cache_usage_perc"]["annotations"]["description"]
+    assert (
+        absences["vllm:kv_cache_usage_perc"]["expr"] == "absent(last_over_time(vllm:kv_cache_usage_perc[5m]))"
+    )
+    assert not any("spec_decode" in name for name in absences)
+
+
+def exported(flags: dict[str, Any], assume: dict[str, float]) -> str:
+    """The rules without their ``for``, which tells nothing about whether they hold now."""
+    books = [replace(book, hold="0s") for book in load_all()]
+    window = float(EVERY_S * 20)
+    return alert_rules(books, compiler(None, flags, assume=assume, window=window)).text()
+
+
+def series_of(pages: list[tuple[int, str]]) -> list[dict[str, str]]:
+    """promtool's input: every series as a list of samples."""
+    recording = record(pages)
+    found = []
+    for name, columns in recording.series.items():
+        for series in columns:
+            inside = ",".join(
+                f'{key}="{value}"' for key, value in {**series.labels, "instance": "a:1"}.items()
+            )
+            values = " ".join(f"{value!r}" for value in series.values.tolist())
+            found.append({"series": f"{name}{{{inside}}}", "values": values})
+    return found
+
+
+@needs_promtool
+def test_alerts_fire_where_the_doctor_finds(tmp_path: Path) -> None:
+    """Every playbook's firing and quiet server: promtool's alerts are the doctor's findings."""
+    document: dict[str, Any] = {"evaluation_interval": "1m", "rule_files": [], "tests": []}
+    told = 0
+    for number, (identity, case) in enumerate(CASES.items()):
+        if case.special:
+            continue
+        for mood, server in (("firing", case.firing), ("quiet", case.quiet)):
+            flags = dict(case.flags if mood == "firing" or case.quiet_flags is None else case.quiet_flags)
+            rules = tmp_path / f"{number}-{mood}.yml"
+            text = exported(flags, dict(case.assume))
+            known = set(alerts(text))
+            rules.write_text(text)
+            pages = server.scrapes(count=STEPS + 1, every_ms=EVERY_S * 1000)
+            found = diagnose(Scrapes(pages), flags, assume=case.assume, window=float(EVERY_S * 20))
+            expected = sorted({finding.id for finding in found.findings} & known)
+            told += identity in expected
+            test = {
+                "interval": f"{EVERY_S}s",
+                "input_series": series_of(pages),
+                "promql_expr_test": [
+                    {
+                        "expr": 'count by (playbook) (ALERTS{alertstate="firing",playbook!=""})',
+                        "eval_time": f"{STEPS * EVERY_S}s",
+                        "exp_samples": [
+                            {"labels": f'{{playbook="{book}"}}', "value": 1} for book in expected
+                        ],
+                    }
+                ],
+            }
+            path = tmp_path / f"test-{number}-{mood}.yml"
+            path.write_text(json.dumps({**document, "rule_files": [str(rules)], "tests": [test]}))
+    assert told >= 12
+    assert PROMTOOL is not None
+    paths = sorted(map(str, tmp_path.glob("test-*.yml")))
+    command = [PROMTOOL, "test", "rules", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tmp_path_factory.mktemp("dashboard")
+    name = "spec-ngram-bad"
+    load_recording(record(scrapes(name)), directory, {"job": "vllm", "instance": "a:1"})
+    with prometheus(directory) as url:
+        yield url
+
+
+@needs_prometheus
+@needs_recordings
+def test_every_panel_of_the_dashboard_answers(loaded: str) -> None:
+    end = scrapes("spec-ngram-bad")[-1][0] / 1000
+    drafts = """--speculative-config '{"method": "ngram", "num_speculative_tokens": 5}'"""
+    flags = f"vllm serve m --max-num-seqs 128 {drafts}"
+    arguments = ["--selector", 'job="vllm"', "--window", "50s", "--flags", flags]
+    board = json.loads(run("dashboard", *arguments).stdout)
+    panels = [panel for panel in board["panels"] if panel["type"] != "row"]
+    assert len(panels) >= 12
+    places = [tuple(panel["gridPos"].values()) for panel in board["panels"]]
+    assert len(set(places)) == len(places)
+    for panel in panels:
+        if panel["title"] == "Load against peers":
+            continue
+        answered = [
+            ask(loaded, target["expr"].replace("$instance", ".*"), end) for target in panel["targets"]
+        ]
+        assert all(answered), panel["title"]
+    findings = {
+        t["legendFormat"]: ask(loaded, t["expr"].replace("$instance", ".*"), end)
+        for t in panels[0]["targets"]
+    }
+    assert float(findings["speculation-loses"][0]["value"][1]) == 1
+    assert float(findings["seq-cap"][0]["value"][1]) == 0
+
+
+def ask(url: str, query: str, at: float) -> Any:
+    parameters = urllib.parse.urlencode({"query": query, "time": at})
+    with urllib.request.urlopen(f"{url}/api/v1/query?{parameters}", timeout=20) as answer:
+        return json.load(answer)["data"]["result"]
+
+
+def test_a_dashboard_leaves_out_what_the_server_lacks() -> None:
+    lacking = dashboard(load_all(), compiler(Scrapes(Server().scrapes()), {}))
+    full = dashboard(load_all(), compiler(None, {}))
+    titles = [{panel["title"] for panel in board["panels"]} for board in (lacking, full)]
+    assert titles[1] - titles[0] == {"Acceptance", "Tokens a draft"}
+
+
+def test_an_infinite_objective_never_alerts() -> None:
+    made = compiler(None, {}, "ttft_p95<1s")
+    assert made.constants["slo_itl_p99"] == math.inf
+    text = alert_rules(load_all(), made).text()
+    assert "# not exported: itl-flat-high: cannot hold with these flags and objectives" in text
