@@ -18,7 +18,7 @@ from engine.kv_offload import HostOffload
 from engine.request import Request, RequestStatus
 from engine.settle import settle
 from engine.stats import SchedulerStats
-from engine.steady import append_tokens, plan_decodes
+from engine.steady import append_tokens, drop_ended, land_tokens, plan_decodes, plan_decodes_ahead
 from engine.step import (
     PLACEHOLDER_TOKEN_ID,
     AdmissionStop,
@@ -75,7 +75,8 @@ class UnifiedScheduler:
         self.stats = SchedulerStats()
         self._requests: dict[str, Request] = {}
         self._num_steps = 0
-        self.steady_path = not (config.num_lookahead_tokens or config.async_scheduling)
+        drafts_ahead = config.num_speculative_tokens if config.async_scheduling else 0
+        self.steady_path = not (config.num_lookahead_tokens or drafts_ahead)
         """False leaves all to the rule loop, which decides the same and takes longer."""
         self.mends_hashes = True
         """A victim that was scheduled already has hashed blocks that nobody computes: take the hashes off.
@@ -179,10 +180,9 @@ class UnifiedScheduler:
 
     def _schedule_running(self, step: _Step) -> None:
         """Serve the running requests in order while budget remains, preempting for blocks."""
+        index = 0
         if self.steady_path:
-            step.scheduled = plan_decodes(self.running, step.budget.left, self.kv)
-            step.budget.take(len(step.scheduled), len(step.scheduled))
-        index = len(step.scheduled)
+            index = self._plan_steady(step)
         while index < len(self.running) and step.budget.left > 0:
             request = self.running[index]
             num_tokens = self._tokens_for_running(request, step)
@@ -195,6 +195,16 @@ class UnifiedScheduler:
                 self._take(request, num_tokens, request.spec_token_ids, step)
                 index += 1
         step.any_running = bool(step.scheduled)
+
+    def _plan_steady(self, step: _Step) -> int:
+        """The quick way for the head of ``running``. Returns how many it has dealt with."""
+        if self.config.async_scheduling:
+            step.scheduled, index = plan_decodes_ahead(self.running, step.budget.left, self.kv)
+        else:
+            step.scheduled = plan_decodes(self.running, step.budget.left, self.kv)
+            index = len(step.scheduled)
+        step.budget.take(len(step.scheduled), len(step.scheduled))
+        return index
 
     def _tokens_for_running(self, request: Request, step: _Step) -> int:
         computed, unknown = request.num_computed_tokens, request.num_placeholders
@@ -391,7 +401,7 @@ class UnifiedScheduler:
 
     def settle(self, plan: StepPlan) -> StepPlan:
         """``plan``, made while the step before it computed, as it is now that this one is booked."""
-        return settle(plan, self._unknown_drafts())
+        return drop_ended(plan) if self.steady_path else settle(plan, self._unknown_drafts())
 
     # ------------------------------------------------------------------ update
 
@@ -430,6 +440,8 @@ class UnifiedScheduler:
 
     def _update_steady(self, tokens: OneEach) -> StepOutput:
         """The same where every request has emitted one token, and none had drafts or gets any."""
+        if self.config.async_scheduling:
+            land_tokens(tokens.requests, self.kv)
         outputs, ends = append_tokens(tokens.requests, tokens.token_ids)
         finished = []
         for row, request in ends:

@@ -15,7 +15,7 @@ from scheduler_lab import Lab
 import engine.scheduler
 from engine.kv_cache import KVCacheManager
 from engine.request import Request, RequestStatus, SamplingParams
-from engine.steady import append_tokens, plan_decodes
+from engine.steady import append_tokens, drop_ended, plan_decodes, plan_decodes_ahead
 from engine.step import OneEach, Rows, StepPlan, StepResult, TokenLogprobs
 
 EOS, STOP = 1, 3
@@ -34,7 +34,9 @@ class Workload:
     def __init__(self, seed: int, *, steady: bool, **flags: Any) -> None:
         self.chance = random.Random(seed)
         self.lab = Lab(emit=emit, propose=propose if flags.get("k") else None, **flags)
-        self.lab.scheduler.steady_path = steady
+        self.lab.scheduler.steady_path &= steady
+        self.ahead = self.lab.config.async_scheduling
+        self.in_flight: tuple[StepPlan, StepResult] | None = None
         self.num_requests = 0
 
     def arrive(self, count: int, samplings: list[str]) -> None:
@@ -61,13 +63,17 @@ class Workload:
 
     def step(self, hang_ups: float) -> dict[str, Any]:
         """A step, with hang-ups while it computes; all that can be known of it and of what it leaves."""
-        plan = self.lab.schedule()
-        planned = seen_in_plan(plan)
-        result = self.with_logprobs(self.lab.execute(plan))
+        plan, result = self.in_flight or self.start(self.lab.schedule())
+        planned = [seen_in_plan(plan)]
         self.hang_up(hang_ups)
+        upcoming = self.plan_ahead() if self.ahead else None
         output = self.lab.update(plan, result)
+        if upcoming is not None:
+            planned.append(seen_in_plan(upcoming))
+            self.in_flight = self.start(self.lab.scheduler.settle(upcoming))
         return {
-            **planned,
+            "planned": planned,
+            "in flight": self.in_flight and seen_in_plan(self.in_flight[0]),
             "outputs": list(output.outputs),
             "finished": [request.request_id for request in output.finished],
             "running": self.lab.running,
@@ -76,6 +82,14 @@ class Workload:
             "cached": dict(self.lab.pool._index.items()),
             "requests": {r.request_id: seen_in_request(r) for r in self.lab.scheduler._requests.values()},
         }
+
+    def start(self, plan: StepPlan) -> tuple[StepPlan, StepResult]:
+        return plan, self.with_logprobs(self.lab.execute(plan))
+
+    def plan_ahead(self) -> StepPlan:
+        plan = self.lab.scheduler.schedule()
+        self.lab.scheduler.check()
+        return plan
 
     def with_logprobs(self, result: StepResult) -> StepResult:
         """As a runner answers: by request where somebody wants logprobs."""
@@ -110,6 +124,7 @@ def seen_in_request(request: Request) -> tuple[Any, ...]:
         list(request.spec_token_ids),
         request.num_preemptions,
         request.num_cached_tokens,
+        request.num_placeholders,
     )
 
 
@@ -134,7 +149,8 @@ def run_both(
         for workload in (fast, slow):
             workload.arrive(count, samplings)
         assert fast.step(hang_ups) == slow.step(hang_ups)
-        if index >= len(arrivals) and not slow.lab.scheduler.has_unfinished:
+        in_flight = slow.in_flight is not None and slow.in_flight[0].scheduled
+        if index >= len(arrivals) and not in_flight and not slow.lab.scheduler.has_unfinished:
             break
     else:
         raise AssertionError("does not end")
@@ -161,11 +177,12 @@ def all_flags(draw: st.DrawFn) -> dict[str, Any]:
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 7])),
         "k": draw(st.sampled_from([0, 0, 2])),
         "num_blocks": draw(st.one_of(st.integers(enough, 2 * enough), st.just(1000))),
+        "async_scheduling": draw(st.booleans()),
     }
 
 
 @settings(
-    max_examples=200,
+    max_examples=250,
     deadline=None,
     derandomize=True,
     database=None,
@@ -184,7 +201,10 @@ def test_plans_outputs_and_pools_are_those_of_the_rule_loop(
     run_both(seed, flags, samplings, arrivals, hang_ups)
 
 
-def test_it_is_taken_by_nearly_every_token_of_an_ordinary_load(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ahead", [False, True])
+def test_it_is_taken_by_nearly_every_token_of_an_ordinary_load(
+    ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """120 requests of 5-30 tokens, two arriving in three steps. Else the test above says nothing."""
     taken: Counter[str] = Counter()
 
@@ -193,22 +213,34 @@ def test_it_is_taken_by_nearly_every_token_of_an_ordinary_load(monkeypatch: pyte
         taken["planned"] += len(rows)
         return rows
 
+    def planned_ahead(running: list[Request], budget: int, kv: KVCacheManager) -> tuple[Rows, int]:
+        rows, index = plan_decodes_ahead(running, budget, kv)
+        taken["planned"] += len(rows)
+        return rows, index
+
+    def settled(plan: StepPlan) -> StepPlan:
+        taken["settled"] += 1
+        return drop_ended(plan)
+
     def appended(requests: Sequence[Request], token_ids: list[int]) -> Any:
         taken["appended"] += len(requests)
         return append_tokens(requests, token_ids)
 
     monkeypatch.setattr(engine.scheduler, "plan_decodes", planned)
+    monkeypatch.setattr(engine.scheduler, "plan_decodes_ahead", planned_ahead)
+    monkeypatch.setattr(engine.scheduler, "drop_ended", settled)
     monkeypatch.setattr(engine.scheduler, "append_tokens", appended)
-    lab = Lab(num_blocks=400, max_num_seqs=32)
-    chance, emitted, steps = random.Random(0), 0, 0
+    workload = Workload(0, steady=True, num_blocks=400, max_num_seqs=32, async_scheduling=ahead)
+    lab, chance, emitted, steps = workload.lab, random.Random(0), 0, 0
     while lab.num_added < 120 or lab.scheduler.has_unfinished:
         if lab.num_added < 120 and steps % 3:
             lab.add(f"r{lab.num_added}", chance.randint(1, 30), chance.randint(5, 30))
-        lab.step()
+        workload.step(0.0)
         emitted += len(lab.output.outputs)
         steps += 1
     assert taken["appended"] == emitted
     assert taken["planned"] >= 0.9 * emitted  # all but the first token of each
+    assert taken["settled"] == (steps if ahead else 0)
 
 
 def running(lab: Lab, *prompts: int) -> list[Request]:
@@ -300,6 +332,41 @@ def test_logprobs_reach_their_output() -> None:
     assert output.outputs[0].logprobs == (entry,)
 
 
-@pytest.mark.parametrize("flags", [{"async_scheduling": True}])
+def test_who_has_his_last_token_in_flight_is_passed_over() -> None:
+    lab = Lab(async_scheduling=True)
+    requests = [lab.add(name, 5, max_tokens) for name, max_tokens in (("a", 9), ("b", 1), ("c", 9))]
+    plan = lab.scheduler.schedule()
+    rows, index = plan_decodes_ahead(lab.scheduler.running, 64, lab.scheduler.kv)
+    assert (rows.requests, rows.starts, index) == ([requests[0], requests[2]], [5, 5], 3)
+    assert [request.num_placeholders for request in requests] == [2, 1, 2]
+    output = lab.update(plan, StepResult(OneEach(requests, [7, 7, 7])))
+    assert [request.request_id for request in output.finished] == ["b"]
+    assert [request.num_placeholders for request in requests] == [1, 0, 1]
+
+
+def test_who_has_nothing_in_flight_ends_the_head_ahead() -> None:
+    lab = Lab(async_scheduling=True, max_num_batched_tokens=8)
+    first, second = lab.add("a", 5), lab.add("b", 5)
+    lab.scheduler.schedule()  # 5 tokens of the first, 3 of the second
+    rows, index = plan_decodes_ahead(lab.scheduler.running, 8, lab.scheduler.kv)
+    assert (rows.requests, index) == ([first], 1)
+    assert (second.num_computed_tokens, second.num_placeholders) == (3, 0)
+
+
+def test_a_plan_that_nobody_has_left_stays_as_it_is() -> None:
+    lab = Lab(async_scheduling=True, emit=lambda request, drafts: [9])
+    requests = [lab.add(name, 5) for name in "abc"]
+    plan = lab.scheduler.schedule()
+    ahead = lab.scheduler.schedule()
+    lab.update(plan, StepResult(OneEach(requests, [7, 7, 7])))
+    assert lab.scheduler.settle(ahead) is ahead
+    lab.scheduler.abort(["b"])
+    assert [tuple(item) for item in lab.scheduler.settle(ahead).scheduled] == [
+        (requests[0], 5, 1, (), True),
+        (requests[2], 5, 1, (), True),
+    ]
+
+
+@pytest.mark.parametrize("flags", [{"async_scheduling": True, "k": 2}])
 def test_it_is_off_where_a_step_is_never_plain(flags: dict[str, Any]) -> None:
     assert not Lab(**flags).scheduler.steady_path
