@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,9 +20,9 @@ import loadgen.sweep_command
 import loadgen.trace_command
 from loadgen.options import Connection, Load, with_options
 from loadgen.terminal import (
+    FAILED,
     INTERRUPTED,
     INVALID,
-    Format,
     check_writable,
     display,
     fail,
@@ -29,7 +31,28 @@ from loadgen.terminal import (
 
 if TYPE_CHECKING:
     from loadgen.record import Records
+    from loadgen.slo import Bound
 
+
+class RunFormat(StrEnum):
+    """What goes to stdout."""
+
+    TEXT = "text"
+    JSON = "json"
+    MARKDOWN = "markdown"
+    CSV = "csv"
+    JUNIT = "junit"
+    BENCHER = "bencher"
+
+
+_FILES = {
+    "summary.json": RunFormat.JSON,
+    "report.md": RunFormat.MARKDOWN,
+    "requests.csv": RunFormat.CSV,
+    "junit.xml": RunFormat.JUNIT,
+    "bencher.json": RunFormat.BENCHER,
+}
+"""Written to a run's folder, beside its records and the page."""
 
 bench = typer.Typer(
     help="Load a server and measure what it does.", no_args_is_help=True, rich_markup_mode="rich"
@@ -53,15 +76,20 @@ def run(
     server: Connection,
     load: Load,
     seed: Annotated[int, typer.Option(min=0, help="Decides arrivals, classes, lengths and prompts.")] = 0,
+    slo: Annotated[
+        str | None,
+        typer.Option(
+            help="Bounds that a gate asks for, e.g. itl_p99<50ms,ttft_p95<1s; a missed one exits with 1."
+        ),
+    ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(help="Folder for records.json, requests.jsonl, summary.json, report.md/.html."),
+        Path | None, typer.Option(help="Folder for the records and the report in every format.")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the records here.")] = None,
     html_file: Annotated[
         Path | None, typer.Option("--html", help="Write an offline HTML report here.")
     ] = None,
-    format: Annotated[Format, typer.Option(help="What is printed.")] = Format.TEXT,
+    format: Annotated[RunFormat, typer.Option(help="What is printed.")] = RunFormat.TEXT,
 ) -> None:
     """Load a server for a while and print what it did, by request class.
 
@@ -73,11 +101,16 @@ def run(
 
       vtune bench run --url http://127.0.0.1:8000 --rate 4 --duration 2m --workload mixed --out runs/a
 
-    Exit codes: 0 measured, 2 bad usage or server unreachable, 3 the measurement is invalid, 130 interrupted
-    (what was measured is kept).
+      vtune bench run --url http://127.0.0.1:8000 --rate 4 --duration 2m --slo itl_p99<50ms --format junit
+
+    Exit codes: 0 measured, 1 a bound of --slo is missed, 2 bad usage or server unreachable, 3 the measurement
+    is invalid, 130 interrupted (what was measured is kept).
     """
+    from loadgen.slo import parse_bounds
+
     check_writable(out, json_file, html_file)
     try:
+        bounds = parse_bounds(slo) if slo else ()
         load.check()
         server = server.asked()
         schedule = server.source(load)(seed)
@@ -85,9 +118,9 @@ def run(
             records = server.run(schedule, show, stop)
     except (ConnectionError, ValueError) as error:
         fail(str(error))
-    _write(records, out, json_file, html_file)
-    _print(records, format)
-    raise typer.Exit(_exit_code(records))
+    _write(records, bounds, out, json_file, html_file)
+    missed = _print(records, bounds, format)
+    raise typer.Exit(_exit_code(records) or (FAILED if missed else 0))
 
 
 @bench.command()
@@ -96,7 +129,10 @@ def report(
     html_file: Annotated[
         Path | None, typer.Option("--html", help="Write an offline HTML report here.")
     ] = None,
-    format: Annotated[Format, typer.Option(help="What is printed.")] = Format.TEXT,
+    slo: Annotated[
+        str | None, typer.Option(help="Bounds to hold it against; a missed one exits with 1.")
+    ] = None,
+    format: Annotated[RunFormat, typer.Option(help="What is printed.")] = RunFormat.TEXT,
 ) -> None:
     """Print a saved run again.
 
@@ -105,15 +141,22 @@ def report(
       vtune bench report runs/a/records.json
 
       vtune bench report runs/a/records.json --format markdown --html report.html
+
+      vtune bench report runs/a --slo itl_p99<50ms --format junit
+
+    Exit codes: 0 printed, 1 a bound of --slo is missed, 2 no saved run.
     """
     from loadgen.record import Records, RecordsError
+    from loadgen.slo import SloError, parse_bounds
 
     try:
+        bounds = parse_bounds(slo) if slo else ()
         records = Records.load(file / "records.json" if file.is_dir() else file)
-    except RecordsError as error:
+    except (RecordsError, SloError) as error:
         fail(str(error))
-    _write(records, None, None, html_file)
-    _print(records, format)
+    _write(records, bounds, None, None, html_file)
+    if _print(records, bounds, format):
+        raise typer.Exit(FAILED)
 
 
 def _exit_code(records: Records) -> int:
@@ -123,8 +166,13 @@ def _exit_code(records: Records) -> int:
     return INVALID if nothing or records.verdict == "client_limited" else 0
 
 
-def _write(records: Records, out: Path | None, json_file: Path | None, html_file: Path | None) -> None:
-    from loadgen import report as reports
+def _write(
+    records: Records,
+    bounds: Sequence[Bound],
+    out: Path | None,
+    json_file: Path | None,
+    html_file: Path | None,
+) -> None:
     from loadgen.record import write_atomically
 
     pages = [html_file] if html_file else []
@@ -134,8 +182,8 @@ def _write(records: Records, out: Path | None, json_file: Path | None, html_file
         if out:
             records.save(out / "records.json")
             records.save_requests(out / "requests.jsonl")
-            write_atomically(out / "summary.json", [json.dumps(reports.to_json(records), indent=2), "\n"])
-            write_atomically(out / "report.md", [reports.markdown(records)])
+            for name, format in _FILES.items():
+                write_atomically(out / name, [_formatted(records, bounds, format), "\n"])
             pages.append(out / "report.html")
         if pages:
             from loadgen.html import html
@@ -147,15 +195,36 @@ def _write(records: Records, out: Path | None, json_file: Path | None, html_file
         fail(f"cannot write {error.filename}: {error.strerror}")
 
 
-def _print(records: Records, format: Format) -> None:
-    from loadgen import report as reports
+def _print(records: Records, bounds: Sequence[Bound], format: RunFormat) -> bool:
+    """Whether a bound is missed."""
+    from loadgen.exports import run_cases
+    from loadgen.report import print_report
 
+    cases = list(run_cases(records, bounds)) if bounds else []
     try:
-        if format is Format.JSON:
-            typer.echo(json.dumps(reports.to_json(records), indent=2))
-        elif format is Format.MARKDOWN:
-            typer.echo(reports.markdown(records))
+        if format is RunFormat.TEXT:
+            print_report(records, sys.stdout)
+            for case in cases:
+                typer.echo(f"SLO      {case.failure or case.skipped or case.text}")
         else:
-            reports.print_report(records, sys.stdout)
+            typer.echo(_formatted(records, bounds, format))
     except BrokenPipeError:  # e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    return any(case.failure for case in cases)
+
+
+def _formatted(records: Records, bounds: Sequence[Bound], format: RunFormat) -> str:
+    """One of the formats that are no tables for a terminal."""
+    from loadgen import exports, report
+
+    match format:
+        case RunFormat.MARKDOWN:
+            return report.markdown(records).rstrip("\n")
+        case RunFormat.CSV:
+            return exports.requests_csv(records).rstrip("\n")
+        case RunFormat.JUNIT:
+            return exports.junit(exports.run_cases(records, bounds), "vtune bench run").rstrip("\n")
+        case RunFormat.BENCHER:
+            return json.dumps(exports.run_benchmark(records), indent=2)
+        case _:
+            return json.dumps(report.to_json(records), indent=2)

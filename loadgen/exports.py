@@ -14,6 +14,7 @@ from typing import Any
 from loadgen.compare import Comparison, Row, split_metric
 from loadgen.paired import rises
 from loadgen.record import Records
+from loadgen.slo import Bound, format_value
 from loadgen.stats import METRICS, RATES
 
 _HEADLINES = ("ttft_p50", "ttft_p95", "tpot_p50", "itl_p50", "itl_p99", "e2e_p95", *RATES[:2])
@@ -68,6 +69,27 @@ def comparison_cases(comparison: Comparison) -> Iterator[Case]:
             skipped=f"inconclusive: {text}" if row.verdict == "inconclusive" else "",
             text=text,
         )
+
+
+def run_cases(records: Records, bounds: Iterable[Bound]) -> Iterator[Case]:
+    """A case for the run's own verdict, and one a bound; one that too few samples speak of is skipped."""
+    reasons = "; ".join(records.reasons) or records.verdict
+    yield Case("validity", failure=reasons if records.verdict == "client_limited" else "", text=reasons)
+    summary = records.summary()
+    for bound in bounds:
+        try:
+            value = summary.value(bound.metric, bound.cls)
+        except KeyError as error:
+            yield Case(str(bound), failure=str(error.args[0]))
+            continue
+        text = f"{bound}: {format_value(bound.metric, value)}"
+        if math.isnan(value):
+            n = summary.count(bound.metric, bound.cls)
+            yield Case(str(bound), skipped=f"{bound}: cannot tell from {n} samples")
+        elif bound.violation(value) > 0:
+            yield Case(str(bound), failure=f"missed {text}")
+        else:
+            yield Case(str(bound), text=f"met {text}")
 
 
 def comparison_csv(comparison: Comparison) -> str:

@@ -66,6 +66,9 @@ def test_a_run_prints_every_class_and_the_definitions(url: str, tmp_path: Path) 
         "summary.json",
         "report.md",
         "report.html",
+        "requests.csv",
+        "junit.xml",
+        "bencher.json",
     }
     assert len(Records.load(tmp_path / "records.json").requests) == 60
     page = (tmp_path / "report.html").read_text()

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 from made_runs import records
@@ -18,7 +19,9 @@ from loadgen.exports import (
     junit,
     requests_csv,
     run_benchmark,
+    run_cases,
 )
+from loadgen.slo import parse_bounds
 
 METRICS = ("itl_p50", "ttft_p95", "throughput", "failed")
 
@@ -78,6 +81,22 @@ def test_csv_of_a_run_has_a_line_a_request() -> None:
     assert float(rows[0]["ttft"]) == pytest.approx(0.05, rel=0.05)
     assert rows[-1]["ttft"] == ""
     assert rows[-1]["failure"] == "connection refused"
+
+
+def test_a_run_is_held_against_bounds() -> None:
+    bounds = parse_bounds("itl_p50<20ms,itl_p90<5ms,ttft_p99<1s,throughput>1,ttft_p50{class=vip}<1s")
+    cases = {case.name: case for case in run_cases(records(), bounds)}
+    assert verdicts(junit(cases.values(), "run")) == {
+        "validity": "passed",
+        "itl_p50 <= 20 ms": "passed",
+        "itl_p90 <= 5 ms": "failure",
+        "ttft_p99 <= 1 s": "skipped",
+        "throughput >= 1 tok/s": "passed",
+        "ttft_p50{class=vip} <= 1 s": "failure",
+    }
+    assert "cannot tell from 60 samples" in cases["ttft_p99 <= 1 s"].skipped
+    spoilt = replace(records(), verdict="client_limited", reasons=("the loop was late",))
+    assert next(run_cases(spoilt, ())).failure == "the loop was late"
 
 
 def test_github_action_benchmark_gets_smaller_is_better_figures() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from made_runs import records
 from mock_sse_server import MockServer, running
 from typer.testing import CliRunner
 
@@ -155,3 +156,17 @@ def test_a_trace_is_described(trace: Path) -> None:
     code, _, err = vtune("trace", trace.with_name("nowhere"))
     assert code == 2
     assert "No such file" in err
+
+
+@pytest.mark.parametrize("format", ["csv", "junit", "bencher", "markdown", "json", "text"])
+def test_a_saved_run_is_printed_in_every_format_and_held_against_bounds(tmp_path: Path, format: str) -> None:
+    path = tmp_path / "records.json"
+    records(failed=1).save(path)
+    code, out, err = vtune("report", path, "--format", format, "--slo", "itl_p50<20ms,throughput>1")
+    assert (code, err) == (0, "")
+    assert out.strip()
+    code, _, _ = vtune("report", path, "--format", format, "--slo", "itl_p50<2ms")
+    assert code == 1
+    code, _, err = vtune("report", path, "--slo", "itl<2ms")
+    assert code == 2
+    assert "of what statistic" in err
