@@ -8,7 +8,7 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.probe import Url
+from loadgen.probe import MAX_ANSWER, Url
 
 
 class NoAnswer(Exception):
@@ -59,7 +59,7 @@ class Http:
         try:
             connection.request(method, self._url.prefix + path, body, headers)
             response = connection.getresponse()
-            return Answer(response.status, response.read().decode(errors="replace"))
+            return Answer(response.status, response.read(MAX_ANSWER).decode(errors="replace"))
         except TimeoutError:
             raise NoAnswer(f"{self.url}{path}: no answer in {timeout:g} s", timed_out=True) from None
         except (OSError, http.client.HTTPException) as error:
