@@ -1,6 +1,6 @@
 """How often the gate cries wolf, and how often it sees a slowdown: comparisons resampled from real runs.
 
-    python -m benchmarks.gate --runs DIR [--collect 48] [--seconds 9] [--comparisons 200]
+    python -m benchmarks.gate --runs DIR [--collect 48] [--seconds 4] [--comparisons 200]
 
 First, real runs of the bundled engine are collected in DIR until there are ``--collect`` of them, two (A, B)
 to each seed in the order AB BA, on two servers of the same config or, with ``--one``, on one. A second call
@@ -44,7 +44,7 @@ METRICS = {
 
 
 def schedule(seed: int, seconds: float) -> Schedule:
-    load = preset("random", max_model_len=512, input_len=24, output_len=8)
+    load = preset("random", max_model_len=512, input_len=16, output_len=6)
     return load.schedule(seed=seed, arrival=ClosedLoop(CONCURRENCY), duration=seconds, num_requests=5000)
 
 
@@ -177,7 +177,7 @@ def main() -> int:
     )
     parser.add_argument("--runs", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--collect", type=int, default=48, help="so many in all (default 48; 0: none)")
-    parser.add_argument("--seconds", type=float, default=9.0, help="length of a run (default 9)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="length of a run (default 4)")
     parser.add_argument("--one", action="store_true", help="both sides on one server")
     parser.add_argument("--comparisons", type=int, default=200, help="of each kind (default 200)")
     parser.add_argument("--effect", type=float, default=0.1, help="injected into side B (default 0.1)")
