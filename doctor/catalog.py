@@ -97,6 +97,7 @@ METRICS: dict[str, Metric] = {
         _metric("prefill_time", "histogram", "vllm:request_prefill_time_seconds"),
         _metric("decode_time", "histogram", "vllm:request_decode_time_seconds"),
         _metric("prompt_length", "histogram", "vllm:request_prompt_tokens"),
+        _metric("generation_length", "histogram", "vllm:request_generation_tokens"),
         _metric("prefill_length", "histogram", "vllm:request_prefill_kv_computed_tokens"),
         _metric("request_preemptions", "histogram", "vllm:request_num_preemptions"),
         _metric("iteration_tokens", "histogram", "vllm:iteration_tokens_total"),

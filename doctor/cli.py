@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from doctor.diff_cli import diff_command
 from doctor.export_cli import export_app
 from doctor.options import assumptions, choose_source, stop
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 doctor_app = typer.Typer(invoke_without_command=True, no_args_is_help=True, rich_markup_mode="rich")
 doctor_app.add_typer(export_app, name="export")
+doctor_app.command("diff")(diff_command)
 playbook_app = typer.Typer(no_args_is_help=True, help="The symptoms that the doctor knows, and their cures.")
 
 

@@ -156,8 +156,8 @@ class ScrapeEvaluator(Evaluator):
                 return _numbers(self._reduced(key, "", how, combine))
             case HistogramSum(key, how):
                 return _numbers(self._reduced(key, "_sum", how))
-            case Count(key):
-                return _numbers(self._reduced(key, "_count", "increase"))
+            case Count(key, how):
+                return _numbers(self._reduced(key, "_count", how))
             case Mean(key):
                 return self.numbers(Ratio(HistogramSum(key), Count(key)))
             case Ratio(top, bottom):

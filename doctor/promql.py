@@ -64,8 +64,8 @@ class PromQL:
                 return f"histogram_quantile({q:g}, sum {_BY_LE} ({self._ranges(key, '_bucket', 'increase')}))"
             case HistogramSum(key, how):
                 return f"sum {_BY} ({self._ranges(key, '_sum', how)})"
-            case Count(key):
-                return f"sum {_BY} ({self._ranges(key, '_count', 'increase')})"
+            case Count(key, how):
+                return f"sum {_BY} ({self._ranges(key, '_count', how)})"
             case Mean(key):
                 return f"{self.text(HistogramSum(key))} / {self.text(Count(key))}"
             case Above(key, _):

@@ -46,9 +46,10 @@ class HistogramSum:
 
 @dataclass(frozen=True)
 class Count:
-    """How many observations a histogram gained."""
+    """How many observations a histogram gained; ``rate`` per second."""
 
     metric: str
+    how: Literal["increase", "rate"] = "increase"
 
 
 @dataclass(frozen=True)
@@ -233,6 +234,14 @@ SIGNALS: dict[str, Signal] = {
         ),
         # Traffic
         _signal("first_tokens", "count", "requests that got a first token", Count("ttft")),
+        _signal("request_rate", "1/s", "first tokens a second", Count("ttft", "rate")),
+        _signal(
+            "output_tokens_mean",
+            "tokens",
+            "mean output length",
+            Mean("generation_length"),
+            Ratio(OverTime("generation_tokens", "increase"), OverTime("finished", "increase")),
+        ),
         _signal("finished", "count", "requests that finished", OverTime("finished", "increase")),
         _signal("generated", "tokens", "output tokens", OverTime("generation_tokens", "increase")),
         _signal("prompt_rate", "tokens/s", "prompt tokens a second", OverTime("prompt_tokens", "rate")),
