@@ -27,9 +27,15 @@ from loadgen.compare import Comparison, Pair, compare_runs
 from loadgen.record import Records, RequestRecord
 from loadgen.target import OpenTarget
 from loadgen.targets.server import ServerTarget
-from loadgen.workload import Schedule, preset
+from loadgen.workload import Length, RequestClass, Schedule, Workload
 
-FLAGS = {"max_model_len": 512, "max_num_seqs": 8, "disable_uvicorn_access_log": True}
+FLAGS = {
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "enable_prefix_caching": False,
+    "disable_uvicorn_access_log": True,
+}
+"""Both runs of a pair send the same prompts: on one server the second would find those of the first cached."""
 CONCURRENCY = 4
 PAIRS = 8
 METRICS = {
@@ -44,7 +50,10 @@ METRICS = {
 
 
 def schedule(seed: int, seconds: float) -> Schedule:
-    load = preset("random", max_model_len=512, input_len=16, output_len=6)
+    """Short chats of different lengths: equal ones fall into step in a closed loop, now in one group and
+    now in two, and their TTFT has two values."""
+    chat = RequestClass("chat", 1.0, Length(16, 0.5), Length(6, 0.5))
+    load = Workload("short chats", (chat,))
     return load.schedule(seed=seed, arrival=ClosedLoop(CONCURRENCY), duration=seconds, num_requests=5000)
 
 
