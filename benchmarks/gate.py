@@ -35,7 +35,7 @@ FLAGS = {
     "enable_prefix_caching": False,
     "disable_uvicorn_access_log": True,
 }
-"""Both runs of a pair send the same prompts: on one server the second would find those of the first cached."""
+"""Both runs of a pair send the same prompts: on one server the second would find those cached."""
 CONCURRENCY = 4
 PAIRS = 8
 METRICS = {
