@@ -130,16 +130,23 @@ class BlockPool:
         to be reused first.
         """
         refs, hashes, before, after = self._refs, self._hashes, self._prev, self._next
+        useless: list[int] = []
         num_held = 0
+        tail = before[NULL_BLOCK]
         for block in reversed(blocks):
-            refs[block] -= 1
-            if refs[block]:
+            refs[block] = held = refs[block] - 1
+            if held:
                 num_held += 1
-                continue
-            left = NULL_BLOCK if hashes[block] is None else before[NULL_BLOCK]
-            right = after[left]
-            before[block], after[block] = left, right
-            after[left] = before[right] = block
+            elif hashes[block] is None:
+                useless.append(block)
+            else:
+                before[block], after[tail] = tail, block
+                tail = block
+        before[NULL_BLOCK], after[tail] = tail, NULL_BLOCK
+        for block in useless:
+            head = after[NULL_BLOCK]
+            before[block], after[block] = NULL_BLOCK, head
+            after[NULL_BLOCK] = before[head] = block
         self.num_free += len(blocks) - num_held
 
     def set_hashes(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:

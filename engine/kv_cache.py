@@ -10,7 +10,7 @@ from struct import Struct
 
 from engine.blocks import BlockPool
 from engine.config import GIB, ConfigError, EngineConfig
-from engine.request import Request
+from engine.request import Hasher, Request
 
 MIB = 1 << 20
 
@@ -19,7 +19,8 @@ class KVCacheManager:
     """Block tables of all requests over one :class:`BlockPool`.
 
     A block is full after ``block_size`` tokens. With prefix caching, full blocks carry a hash of everything
-    up to their end, chained from block to block, so that equal hashes mean equal prefixes.
+    up to their end, so that equal hashes mean equal prefixes. A request's hasher has been fed the blocks that
+    are hashed, and goes on from there.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
@@ -115,14 +116,15 @@ class KVCacheManager:
         """:meth:`hash_blocks` for requests whose last token fills the block after those that are hashed."""
         if not self.enable_prefix_caching:
             return
-        size, pack, sha256 = self.block_size, self._pack_block, hashlib.sha256
+        size, pack = self.block_size, self._pack_block
         blocks: list[int] = []
         new: list[bytes] = []
         for request in requests:
             place, hashes = request.num_hashed_blocks, request.block_hashes
             assert len(hashes) == place
-            parent = hashes[-1] if hashes else self._root(request)
-            hashes.append(sha256(parent + pack(*request.token_ids[-size:])).digest())
+            hasher = request.hasher or self._start_hasher(request)
+            hasher.update(pack(*request.token_ids[-size:]))
+            hashes.append(hasher.digest())
             blocks.append(request.block_ids[place])
             new.append(hashes[place])
             request.num_hashed_blocks = place + 1
@@ -167,23 +169,23 @@ class KVCacheManager:
         """The hashes of the request's first ``count`` blocks, each computed only once.
 
         SHA-256 makes a collision (which would hand one request another's content) infeasible, so that
-        stored tokens need not be compared. The salt enters at the root of the chain.
+        stored tokens need not be compared.
         """
-        hashes, size, tokens = request.block_hashes, self.block_size, request.token_ids
+        hashes, size = request.block_hashes, self.block_size
         if len(hashes) < count:
-            sha256, width = hashlib.sha256, 8 * size
-            parent = hashes[-1] if hashes else self._root(request)
-            new = tokens[len(hashes) * size : count * size]
+            hasher, width = request.hasher or self._start_hasher(request), 8 * size
+            new = request.token_ids[len(hashes) * size : count * size]
             packed = Struct(f"{len(new)}q").pack(*new)
             for start in range(0, len(packed), width):
-                parent = sha256(parent + packed[start : start + width]).digest()
-                hashes.append(parent)
+                hasher.update(packed[start : start + width])
+                hashes.append(hasher.digest())
         return hashes if len(hashes) == count else hashes[:count]
 
     @staticmethod
-    def _root(request: Request) -> bytes:
-        """The parent of the first block's hash."""
-        return hashlib.sha256(request.cache_salt.encode()).digest()
+    def _start_hasher(request: Request) -> Hasher:
+        """What is hashed begins with the hash of the salt, which has always the same length."""
+        request.hasher = hashlib.sha256(hashlib.sha256(request.cache_salt.encode()).digest())
+        return request.hasher
 
 
 @dataclass(frozen=True)

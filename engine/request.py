@@ -6,11 +6,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from engine.structured import Grammar
     from engine.waiting import Gate
+
+
+class Hasher(Protocol):
+    """One of hashlib."""
+
+    def update(self, data: bytes, /) -> None: ...
+    def digest(self) -> bytes:
+        """Of all that it was fed so far."""
 
 
 class RequestStatus(Enum):
@@ -118,7 +126,9 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     """The block table: physical block of each ``block_size`` tokens. Owned by the KVCacheManager."""
     block_hashes: list[bytes] = field(default_factory=list)
-    """Chained hash of each full block of ``token_ids``, computed once. Owned by the KVCacheManager."""
+    """Hash of ``token_ids`` up to the end of each full block, computed once. Owned by the KVCacheManager."""
+    hasher: Hasher | None = None
+    """Has been fed what ``block_hashes`` cover. Owned by the KVCacheManager."""
     num_hashed_blocks: int = 0
     """How many blocks of the table carry their hash. Owned by the KVCacheManager."""
     cache_salt: str = ""
