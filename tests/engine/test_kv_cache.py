@@ -82,6 +82,24 @@ def test_hashes_depend_on_everything_before_and_on_the_salt() -> None:
     assert one[1] != other[1]
 
 
+def test_hashes_are_the_same_whether_a_prompt_has_the_tokens_or_they_come_one_by_one() -> None:
+    kv = KVCacheManager(20, block_size=4, enable_prefix_caching=True)
+    whole, grown = request("whole", list(range(17))), request("grown", list(range(5)))
+    kv.lookup(whole)
+    kv.admit(grown, [], 5)
+    for token in range(5, 16):
+        grown.num_computed_tokens = len(grown.token_ids)
+        grown.token_ids.append(token)
+        kv.extend(grown, 1)
+        if token == 11:
+            kv.free(grown)  # preempted, and computed anew
+            grown.num_computed_tokens = 0
+            kv.admit(grown, kv.lookup(grown), 4)
+    grown.token_ids += [0]
+    assert grown.block_hashes == whole.block_hashes == kv.hashes(whole)
+    assert len(whole.block_hashes) == 4
+
+
 def test_without_caching_nothing_is_hashed() -> None:
     kv = KVCacheManager(10, block_size=4, enable_prefix_caching=False)
     item = request("a", list(range(9)))
