@@ -136,14 +136,15 @@ class Pool:
         if connection in self._idle:
             self._idle.remove(connection)
 
-    def prepare(self, wanted: int, within_ns: int) -> None:
+    def prepare(self, wanted: int, within_ns: int, at_once: int | None = None) -> None:
         """Dial until ``wanted`` connections are open or on their way that will still be young after
-        ``within_ns``."""
+        ``within_ns``; ``at_once``: no more than so many in this call."""
         oldest = monotonic_ns() - (MAX_IDLE_NS - within_ns)
         while self._idle and self._idle[0].idle_since_ns < oldest:
             self._idle.pop(0).abort()
         missing = wanted - len(self._idle) - len(self._dials)
-        for _ in range(min(missing, _MAX_DIALS - len(self._dials))):
+        most = _MAX_DIALS if at_once is None else at_once
+        for _ in range(min(missing, most, _MAX_DIALS - len(self._dials))):
             self.dial()
 
     def dial(self) -> None:

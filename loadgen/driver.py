@@ -15,7 +15,7 @@ import gc
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic_ns
 
 from loadgen.alarm import Alarm
@@ -26,6 +26,11 @@ BEAT_NS = 10_000_000
 LEAD_NS = 100_000_000
 """Between "all is ready" and the start: room to open the first connections."""
 _DIAL_AHEAD_NS = 500_000_000
+_SPARE = 32
+"""Connections that are kept open for requests to come, at least …"""
+_BURST_NS = 50_000_000
+"""… and as many as are ever due within this time. Where the server falls behind, they grow with what is in
+flight: a connection that nobody needs costs a fifth of a millisecond to open, again and again as it ages."""
 _PROGRESS_EVERY = 25  # beats
 
 
@@ -49,6 +54,8 @@ class Driver:
         """A heap of (when due, index) of turns whose pause has begun."""
         self._pool = Pool(plan.endpoint, plan.connect_timeout_ns, loop, self)
         self._next = self._ahead = 0
+        self._begun = False
+        self._spare = max(_SPARE, busiest([r.offset_ns for r in plan.requests], _BURST_NS))
         self._busy: dict[int, Connection] = {}
         self._held: deque[Exchange] = deque()
         self._waiting: deque[Exchange] = deque()
@@ -82,6 +89,7 @@ class Driver:
     # -- sending --------------------------------------------------------------------------------
 
     def _begin(self) -> None:
+        self._begun = True
         self._cpu_at_start = time.process_time()  # opening the first connections is not the load
         self._send_alarm.callback = self._send_due
         self._send_due()
@@ -92,7 +100,7 @@ class Driver:
             for _ in range(min(plan.concurrency or 1, len(plan.requests))):
                 self._dispatch_next(start)
             return
-        now = monotonic_ns()
+        now, first = monotonic_ns(), self._next
         while self._next < len(plan.requests):
             due = start + plan.requests[self._next].offset_ns
             if due > now:
@@ -100,7 +108,7 @@ class Driver:
                 break
             self._dispatch_next(due)
             now = monotonic_ns()
-        self._dial_ahead()
+        self._dial_ahead(at_once=2 * (self._next - first))
 
     def _dispatch_next(self, intended_ns: int) -> None:
         request = self._plan.requests[self._next]
@@ -154,8 +162,12 @@ class Driver:
         self._busy[exchange.index] = connection
         connection.send(exchange, self._payloads[exchange.index])
 
-    def _dial_ahead(self) -> None:
-        """Have a connection ready for every request of the next half second."""
+    def _dial_ahead(self, at_once: int | None = None) -> None:
+        """Have connections ready for the requests of the next half second.
+
+        While the load runs only two are opened for each request sent: dozens at once would hold up what is
+        due meanwhile by milliseconds.
+        """
         plan = self._plan
         if plan.closed:
             wanted = len(plan.requests)
@@ -163,10 +175,10 @@ class Driver:
             horizon = monotonic_ns() + _DIAL_AHEAD_NS - self._log.start_ns
             while self._ahead < len(plan.requests) and plan.requests[self._ahead].offset_ns < horizon:
                 self._ahead += 1
-            wanted = self._ahead - self._next
+            wanted = min(self._ahead - self._next, max(self._spare, self._in_flight))
         if plan.concurrency is not None:
             wanted = min(wanted, plan.concurrency - self._in_flight)
-        self._pool.prepare(wanted, _DIAL_AHEAD_NS)
+        self._pool.prepare(wanted, _DIAL_AHEAD_NS, at_once)
 
     # -- what comes back (the pool's owner) -----------------------------------------------------
 
@@ -177,6 +189,8 @@ class Driver:
             self._send(connection, self._waiting.popleft())
         else:
             self._pool.keep(connection)
+            if not self._begun:
+                self._dial_ahead()
 
     def dial_failed(self, end: End, detail: str) -> None:
         if self._waiting:
@@ -243,7 +257,7 @@ class Driver:
         self._beats += 1
         self._expire(now)
         if self._beats % _PROGRESS_EVERY == 0:
-            self._dial_ahead()
+            self._dial_ahead(at_once=2)
             self._progress(self._counts(now))
         if self._stop():
             self._log.interrupted = True
@@ -298,6 +312,16 @@ class Driver:
             failed=self._failed,
             planned=len(self._plan.requests) + len(self._plan.turns),
         )
+
+
+def busiest(offsets_ns: Sequence[int], width_ns: int) -> int:
+    """The most of these rising times that lie within ``width_ns`` of each other."""
+    most = first = 0
+    for last, offset in enumerate(offsets_ns):
+        while offset - offsets_ns[first] >= width_ns:
+            first += 1
+        most = max(most, last - first + 1)
+    return most
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from mock_sse_server import MockServer, running
 
 from loadgen.arrivals import Arrival, ClosedLoop, Constant, Poisson
 from loadgen.client import ClientOptions, Progress, Unreachable, run_schedule
+from loadgen.driver import busiest
 from loadgen.probe import Url, probe
 from loadgen.record import Failure, Records
 from loadgen.workload import Schedule, preset
@@ -117,6 +118,23 @@ def test_a_stalled_server_is_seen_by_all_requests_that_were_due_meanwhile() -> N
     assert all(r.sent is not None and r.sent < first_answer for r in run.requests[:100])
     waits = sorted(r.chunk_at[0] - r.intended for r in run.requests)
     assert waits[296] >= 96 * 2_000_000
+
+
+def test_connections_grow_with_what_is_in_flight() -> None:
+    """Nothing is answered before 150 requests have come, far more than are kept open beforehand."""
+    mock = MockServer()
+    mock.silent_until_request = 150
+    with running(mock) as port:
+        plan = schedule(Constant(1000.0), 150)
+        run = run_schedule(f"http://127.0.0.1:{port}", plan, model="m", options=INLINE)
+    assert all(r.ok for r in run.requests)
+    assert mock.seen.connections >= 150
+
+
+def test_the_busiest_moment_of_a_schedule() -> None:
+    assert busiest([0, 10, 20, 30, 31, 32, 90], 20) == 4  # 20, 30, 31 and 32; 0 and 20 are 20 apart
+    assert busiest([5] * 7, 1) == 7
+    assert busiest([], 10) == 0
 
 
 BEHAVIOURS = {
