@@ -6,6 +6,7 @@ has, is estimated from a data sheet (:func:`on_device`) or given as measured (:f
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -39,6 +40,7 @@ distributed_executor_backend structured_outputs_config kv_offloading_backend pre
 """
 WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 """Flags that change neither a simulated step nor the memory."""
+_REAL = re.compile(r"(# (HELP|TYPE) )?(process_\w+|[\w:]+_created)[ {]")
 KNOWN = frozenset(field.name for field in fields(EngineConfig)) | {"tensor_parallel_size"}
 GPU_WEIGHTS: Mapping[Any, int] = {None: 2, "fp8": 1}
 GPU_DTYPES = ("auto", "bfloat16", "float16", "half")
@@ -54,6 +56,13 @@ class Simulation:
     times: StepTimes
     assumed: tuple[str, ...] = ()
     acceptance: float = ACCEPTANCE
+
+
+def gpu_defaults(device: Device) -> dict[str, int]:
+    """The flags of ``vllm serve`` whose defaults depend on the device."""
+    if device.large:
+        return {"max_num_batched_tokens": 8192, "max_num_seqs": 1024}
+    return {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
 
 
 def on_device(
@@ -73,8 +82,7 @@ def on_device(
     hidden = given.pop("async_scheduling", True)
     config = _config(
         {
-            "max_num_batched_tokens": 8192 if device.large else 2048,
-            "max_num_seqs": 1024 if device.large else 256,
+            **gpu_defaults(device),
             "device_memory": device.memory_bytes,
             **given,
         }
@@ -184,8 +192,9 @@ class SimulatedServer:
         self._clock.advance_to(moment)
 
     def scrape(self) -> str:
-        """The metrics now."""
-        return self._metrics.render().decode()
+        """The metrics now, without those of this process and this day."""
+        lines = self._metrics.render().decode().splitlines(keepends=True)
+        return "".join(line for line in lines if not _REAL.match(line))
 
     def _scrape_before(self, moment: float) -> None:
         while (due := float(len(self.scrapes))) < moment:

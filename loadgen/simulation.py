@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -57,14 +57,14 @@ def simulate(
         assert server.max_model_len is not None
         schedule = load.source(server.max_model_len)(seed)
         records = server.run(schedule, stop=stop)
-        parts = server.parts if replicas > 1 else ()
-        return Simulated(records, parts, device.clock(), server.log_tail(), routing if parts else "")
+        routed = routing if replicas > 1 else ""
+        return Simulated(records, server.parts, device.clock(), server.log_tail(), routed)
 
 
 def replica_rows(done: Simulated) -> Iterator[tuple[str, ...]]:
     """A row of text a replica, and one for all; over the whole run's window."""
     for name, records in [*((str(n), part) for n, part in enumerate(done.parts)), ("all", done.records)]:
-        summary = _within(records, done.records.window).summary()
+        summary = replace(records, window=done.records.window).summary()
         prompts = sum(r.prompt_tokens or 0 for r in records.requests if r.ok)
         cached = sum(r.cached_tokens or 0 for r in records.requests if r.ok)
         figures = ("ttft_p50", "ttft_p99", "itl_p99")
@@ -76,12 +76,6 @@ def replica_rows(done: Simulated) -> Iterator[tuple[str, ...]]:
             report.number(summary.value("throughput")),
             f"{cached / prompts:.0%}" if prompts else "n/a",
         )
-
-
-def _within(records: Records, window: tuple[float, float]) -> Records:
-    from dataclasses import replace
-
-    return replace(records, window=window)
 
 
 def heading(done: Simulated) -> str:

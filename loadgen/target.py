@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -105,6 +106,12 @@ class Target(ABC):
     """False for a server that was there before us: it is measured as it is."""
     exclusive: bool = False
     """True when two opened at once would fight for the device, so that a comparison must alternate."""
+    estimate: str = ""
+    """What the figures are estimated from, where nothing is measured."""
+
+    def clock(self) -> float:
+        """Seconds of the time that opening and running take; they begin anywhere."""
+        return time.monotonic()
 
     @abstractmethod
     def open(self, config: Mapping[str, Any]) -> AbstractContextManager[OpenTarget]:

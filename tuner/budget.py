@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 MIN_PAIRS, MAX_PAIRS = 3, 8
@@ -40,14 +41,15 @@ def parse_seconds(text: str) -> float:
 
 
 class Clock:
-    """Seconds spent on a study by this process and those before it."""
+    """Seconds spent on a study by this process and those before it, as ``now`` counts them."""
 
-    def __init__(self, spent: float = 0.0) -> None:
-        self._begun = time.monotonic() - spent
+    def __init__(self, spent: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._begun = now() - spent
 
     @property
     def spent(self) -> float:
-        return time.monotonic() - self._begun
+        return self._now() - self._begun
 
 
 @dataclass(frozen=True)

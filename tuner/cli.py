@@ -28,7 +28,10 @@ def optimize(
     ] = None,
     target: Annotated[
         str | None,
-        typer.Option(help="bundled, vllm, or a command with {flags} (and {port}) in it. [bundled]"),
+        typer.Option(
+            help="bundled, vllm, simulated:h100 or another device (see vtune simulate), or a command with "
+            "{flags} (and {port}) in it. [bundled]"
+        ),
     ] = None,
     flags: Annotated[
         str | None,
@@ -54,7 +57,11 @@ def optimize(
         typer.Option(min=1, help="A closed loop with so many requests in flight instead of a rate."),
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="Time for everything, confirmation included, e.g. 10m. [10m]")
+        str | None,
+        typer.Option(
+            help="Time for everything, confirmation included, e.g. 10m; simulated time with a simulated "
+            "target. [10m; simulated: 30m]"
+        ),
     ] = None,
     trials: Annotated[
         int | None,
@@ -106,6 +113,8 @@ def optimize(
 
       vtune optimize --target 'my-server {flags} --port {port}' --fix gpu_memory_utilization --vary
       block_size=16,32
+
+      vtune optimize --target simulated:h100 --model config.json --slo 'itl_p99<40ms,ttft_p95<400ms'
 
       vtune optimize --study optimize-20260101-120000
     """

@@ -23,11 +23,12 @@ from loadgen.flags import FlagError, ServerCommand, parse_command
 from loadgen.slo import SloError
 from loadgen.target import Target
 from loadgen.targets.server import ServerTarget
+from loadgen.targets.simulated import PREFIX, SimulatedTarget, gpu_defaults
 from loadgen.workload import PRESETS as WORKLOADS
 from loadgen.workload import WorkloadError
 from tuner.display import make_observer
 from tuner.interrupts import Interrupts
-from tuner.job import DEFAULT_BUDGET, Job, JobError
+from tuner.job import DEFAULT_BUDGET, DEFAULT_SIMULATED_BUDGET, Job, JobError
 from tuner.launch import BUNDLED_HUB_ID, Launch, launch
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
@@ -128,6 +129,8 @@ def _run(options: Options, console: Console) -> int:
             except SetupFailed:
                 observer.note(f"what was measured is kept; go on with: {_resume_command(name, options)}")
                 raise
+        if target.estimate:
+            outcome = replace(outcome, sentence=f"ESTIMATE: {outcome.sentence}")
         begun = optimizer.begun
         paths = write_report(report_facts(name, optimizer, outcome, target, out)) if begun else []
         _print_verdict(outcome, optimizer, target, paths, console, options.as_json)
@@ -155,12 +158,15 @@ def new_job(options: Options) -> Job:
         slo=slo.text,
         target=target,
         model=options.model or command.model or "bundled",
-        flags={name: value for name, value in command.flags.items() if name not in OURS},
+        flags={
+            **gpu_defaults(target),  # named, because they depend on the device
+            **{name: value for name, value in command.flags.items() if name not in OURS},
+        },
         workload=workload,
         scale=options.scale,
         rate=options.rate,
         concurrency=options.concurrency,
-        budget=options.budget or (None if options.trials else DEFAULT_BUDGET),
+        budget=options.budget or (None if options.trials else _default_budget(target)),
         trials=options.trials,
         run_seconds=options.run_seconds or Job.run_seconds,
         pairs=options.pairs,
@@ -168,10 +174,16 @@ def new_job(options: Options) -> Job:
         vary=_vary(options.vary or ()),
         seed=options.seed or 0,
     )
+    if job.simulated and SPECULATION not in job.vary:  # how many drafts are accepted, only real text can say
+        job = replace(job, fix=tuple(dict.fromkeys((*job.fix, SPECULATION))))
     _check_target(job)
     _check_flags(job)
     build_space(effective(job.flags, job.server), 1 << 15, fix=job.fix, vary=job.vary)
     return job
+
+
+def _default_budget(target: str) -> float:
+    return DEFAULT_SIMULATED_BUDGET if target.startswith(PREFIX) else DEFAULT_BUDGET
 
 
 def _check_flags(job: Job) -> None:
@@ -214,6 +226,14 @@ _FIXED = {f.name for f in fields(Options)} - _FREE
 
 
 def make_target(job: Job, out: Path, start_timeout: float) -> Target:
+    """Raises UsageError for a simulation of something unknown."""
+    if job.simulated:
+        try:
+            return SimulatedTarget(
+                job.target, job.model, calibrating=lambda text: print(text, file=sys.stderr)
+            )
+        except ValueError as error:
+            raise UsageError(f"--target {job.target}: {error}") from None
     settings: dict[str, Any] = {"log_dir": out / "logs", "start_timeout": start_timeout}
     if job.target == "bundled":
         return ServerTarget.bundled(job.model, **settings)
@@ -225,7 +245,7 @@ def make_target(job: Job, out: Path, start_timeout: float) -> Target:
 def _check_target(job: Job) -> None:
     """Raises UsageError for a target that cannot be started with flags."""
     target = job.target
-    if target in ("bundled", "vllm"):
+    if target in ("bundled", "vllm") or job.simulated:
         return
     if target.startswith(("http://", "https://")):
         raise UsageError(
@@ -234,8 +254,8 @@ def _check_target(job: Job) -> None:
         )
     if "{flags}" not in target:
         raise UsageError(
-            f"--target {target!r}: unknown. Give bundled, vllm, or a command with {{flags}} where the flags "
-            "go, e.g. 'my-server --model M {flags} --port {port}'."
+            f"--target {target!r}: unknown. Give bundled, vllm, simulated:h100, or a command with {{flags}} "
+            "where the flags go, e.g. 'my-server --model M {flags} --port {port}'."
         )
     tuned = effective({}, "vllm")
     fixed = [f for f in tuned if re.search(rf"--{f.replace('_', '[-_]')}\b", target)]
@@ -312,6 +332,7 @@ def report_facts(name: str, optimizer: Optimizer, outcome: Outcome, target: Targ
         seconds=optimizer.clock.spent,
         target=target.name,
         out=out,
+        estimate=target.estimate,
     )
 
 

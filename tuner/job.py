@@ -6,8 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
+from loadgen.targets.simulated import PREFIX, gpu_defaults
+
 SCHEMA = "vtune.job/1"
 DEFAULT_BUDGET = 600.0
+DEFAULT_SIMULATED_BUDGET = 1800.0
+"""Simulated seconds, of which some 30 pass in a real one."""
 DEFAULT_RUN_SECONDS = 20.0
 
 
@@ -21,7 +25,7 @@ class Job:
 
     slo: str = "itl"
     target: str = "bundled"
-    """``bundled``, ``vllm``, or a command template with ``{flags}``."""
+    """``bundled``, ``vllm``, ``simulated:DEVICE``, or a command template with ``{flags}``."""
     model: str = "bundled"
     flags: Mapping[str, Any] = field(default_factory=dict)
     """The user's current flags, as given: the baseline."""
@@ -41,7 +45,14 @@ class Job:
     @property
     def server(self) -> str:
         """Whose defaults apply: a key of ``tuner.space.DEFAULTS``."""
+        if self.simulated:
+            return "vllm" if gpu_defaults(self.target) else "bundled"
         return "bundled" if self.target == "bundled" or "vtune serve" in self.target else "vllm"
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the study's seconds are those of a simulation."""
+        return self.target.startswith(PREFIX)
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}

@@ -50,7 +50,7 @@ class Optimizer:
 
     def __post_init__(self) -> None:
         self.slo: Slo = parse_slo(self.job.slo)
-        self.clock = Clock(self.record.user_attrs.get("spent", 0.0))
+        self.clock = Clock(self.record.user_attrs.get("spent", 0.0), self.bench.target.clock)
         self.observer = self.bench.observer
 
     def run(self) -> Outcome:

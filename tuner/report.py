@@ -50,9 +50,11 @@ class Facts:
     survey: str
     plan: str
     seconds: float
-    """Wall time of the whole study."""
+    """Of the whole study: wall time, or simulated time."""
     target: str
     out: Path
+    estimate: str = ""
+    """What the figures are estimated from, where nothing was measured."""
 
     @property
     def baseline(self) -> TrialResult | None:
@@ -83,6 +85,7 @@ class Facts:
             "plan": self.plan,
             "seconds": self.seconds,
             "target": self.target,
+            "estimate": self.estimate,
             "environment": environment(),
             "caveats": self.caveats,
         }
@@ -104,6 +107,8 @@ class Facts:
     @property
     def caveats(self) -> list[str]:
         found = []
+        if self.estimate:
+            found.append(f"ESTIMATE: nothing was measured, all seconds are simulated. From: {self.estimate}")
         if "speculative_config" in self.changes:
             found.append(CAVEAT_PROMPTS)
         confirmation = self.outcome.confirmation

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -138,10 +137,14 @@ class Attempt:
 
     bench: Bench
     proposal: Proposal
-    begun: float = field(default_factory=time.monotonic)
+    begun: float = field(init=False)
+    """On the target's clock."""
     start_seconds: float = 0.0
     runs: list[Run] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.begun = self.bench.target.clock()
 
     def measure(self, server: OpenTarget, load: Load, criteria: Criteria) -> TrialResult:
         """Both rungs on a server that is up, or one where that is enough. Raises RunFailed, Stuck."""
@@ -203,7 +206,7 @@ class Attempt:
             origin=self.proposal.origin,
             status=status,
             reason=reason,
-            seconds={"start": self.start_seconds, "total": time.monotonic() - self.begun},
+            seconds={"start": self.start_seconds, "total": self.bench.target.clock() - self.begun},
             records=tuple(self.files),
             **parts,
         )

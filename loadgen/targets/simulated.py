@@ -121,6 +121,15 @@ class _Tally:
         self.accepted_tokens += output.num_accepted_tokens
 
 
+def gpu_defaults(target: str) -> Mapping[str, int]:
+    """Of ``simulated:h100`` and other GPUs, the flags whose defaults depend on the device; {} for others."""
+    from engine.devices import DEVICES
+    from engine.virtual import gpu_defaults as defaults
+
+    device = DEVICES.get(target.removeprefix(PREFIX)) if target.startswith(PREFIX) else None
+    return defaults(device) if device else {}
+
+
 class SimulatedTarget(Target):
     """Servers in virtual time: ``simulated:h100`` and other devices by their data sheets, ``simulated:FILE``
     by step times that were saved, ``simulated:bundled`` by those of this machine.
@@ -145,7 +154,8 @@ class SimulatedTarget(Target):
         self._seconds = 0.0
         self._model = _read_model(model)
         self._make = _maker(name.removeprefix(PREFIX), self._model, acceptance, calibrating)
-        self.estimate = self.simulation({}).times.source
+        plain = self.simulation({})
+        self.estimate = "; ".join((plain.times.source, *plain.assumed))
         self.served_name = _served_name(model)
 
     def clock(self) -> float:
@@ -154,12 +164,6 @@ class SimulatedTarget(Target):
 
     def passed(self, seconds: float) -> None:
         self._seconds += seconds
-
-    @property
-    def defaults(self) -> Mapping[str, Any]:
-        """What the knobs that a tuner always varies are where no flag says."""
-        config = self.simulation({}).config
-        return {name: getattr(config, name) for name in ("max_num_batched_tokens", "max_num_seqs")}
 
     def simulation(self, config: Mapping[str, Any]) -> Simulation:
         """What a config is simulated with. Raises ValueError (ConfigError) for a wrong flag."""
@@ -203,7 +207,7 @@ class OpenSimulation(OpenTarget):
         self.model, self.simulation = target.served_name, simulation
         self.max_model_len = doors[0].server.max_model_len
         self.parts: tuple[Records, ...] = ()
-        """What each replica served in the last run."""
+        """What each replica of a fleet served in the last run."""
         self._target, self._doors, self._runs = target, doors, 0
 
     def run(
@@ -243,7 +247,7 @@ class OpenSimulation(OpenTarget):
         scrapes = [door.scrapes_since(client.start) for door in self._doors]
         self.parts = tuple(
             records_of(client, schedule, environment=environment, scrapes=scrapes[number], server=number)
-            for number in range(len(self._doors))
+            for number in range(len(self._doors) if len(self._doors) > 1 else 0)
         )
         return records_of(
             client,
