@@ -40,7 +40,7 @@ def alert_rules(books: Sequence[Playbook], compiler: RuleCompiler) -> AlertRules
     notes: list[str] = []
     needed: dict[str, list[str]] = {}
     causes = _causes(books)
-    for book in books:
+    for book in (book for book in books if book.when.parts):
         compiled = compiler.rule(book.when)
         if compiled.query is None:
             notes.append(f"not exported: {book.id}: {', '.join(compiled.unknown)}: not known here")

@@ -31,7 +31,7 @@ class Metric:
 
 
 def _metric(key: str, kind: MetricKind, *names: str, combine: Literal["sum", "max"] = "sum") -> Metric:
-    spelled = tuple(variant for name in names for variant in (name, name.replace(":", "_", 1)))
+    spelled = tuple(dict.fromkeys(v for name in names for v in (name, name.replace(":", "_", 1))))
     return Metric(key, kind, spelled, combine, _BOUNDS.get(key, ()))
 
 
@@ -102,6 +102,8 @@ METRICS: dict[str, Metric] = {
         _metric("request_preemptions", "histogram", "vllm:request_num_preemptions"),
         _metric("iteration_tokens", "histogram", "vllm:iteration_tokens_total"),
         _metric("cache_config", "info", "vllm:cache_config_info"),
+        _metric("gpu_busy", "gauge", "DCGM_FI_DEV_GPU_UTIL"),
+        _metric("cpu_time", "counter", "node_cpu_seconds_total"),
     )
 }
 
@@ -111,8 +113,11 @@ ANCHORS = ("running", "waiting", "kv_usage", "generation_tokens", "ttft")
 OPTIONAL = frozenset({"drafts", "draft_tokens", "accepted_tokens", "cache_config", "cache_hit_rate"})
 """Metrics that a healthy server may lack: speculation's exist only while it is on."""
 
-ELSEWHERE: frozenset[str] = frozenset()
-"""Metrics of other exporters than the server itself."""
+ELSEWHERE: dict[str, str] = {
+    "gpu_busy": "DCGM exporter",
+    "cpu_time": "node exporter",
+}
+"""Metrics of other exporters on the server's host, with the exporter's name."""
 
 _INTRODUCED = {
     "vllm:kv_cache_usage_perc": (0, 9, 2),
@@ -167,8 +172,7 @@ def names_of(version: str) -> frozenset[str]:
         name + suffix
         for metric in METRICS.values()
         for name in metric.names
-        if not name.startswith(("sglang", "vllm_"))
-        and _INTRODUCED.get(name, (0, 0, 0)) <= number < _GONE.get(name, _NEVER)
+        if name.startswith("vllm:") and _INTRODUCED.get(name, (0, 0, 0)) <= number < _GONE.get(name, _NEVER)
         for suffix in _SUFFIXES[metric.kind]
     )
 

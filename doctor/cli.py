@@ -77,6 +77,12 @@ def doctor(
         list[str] | None,
         typer.Option(help="What metrics cannot show: shared-prefix=1000 (tokens that your prompts share)."),
     ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="An earlier recording of this server: what has shifted since?")
+    ] = None,
+    baseline_flags: Annotated[
+        str | None, typer.Option(help="The server's command then, for --baseline.")
+    ] = None,
     since: Annotated[
         str | None,
         typer.Option(help="An incident gone by, from: 14:05, 2026-11-29T14:05, -30m. Prometheus and series."),
@@ -117,7 +123,7 @@ def doctor(
     from doctor.logfile import read_log
     from doctor.period import period, seconds
     from doctor.playbook import PlaybookError
-    from doctor.sources import SourceError
+    from doctor.sources import SeriesFile, SourceError
     from loadgen.flags import FlagError, parse_command
     from loadgen.slo import SloError
 
@@ -133,6 +139,8 @@ def doctor(
                 log=read_log(log) if log is not None else None,
                 assume=assumptions(assume or []),
                 window=None if window is None else seconds(window),
+                baseline=None if baseline is None else SeriesFile(baseline),
+                baseline_flags=None if baseline_flags is None else parse_command(baseline_flags).flags,
                 engine="vtune" if command is not None and command.engine == "vtune" else None,
             )
 
@@ -144,7 +152,7 @@ def doctor(
             diagnosis = judge()
             _print(diagnosis, format, queries, fail_on)
     except FlagError as error:
-        stop(f"--flags: {error}")
+        stop(f"--flags or --baseline-flags: {error}" if baseline_flags else f"--flags: {error}")
     except (SourceError, SloError, PlaybookError, ValueError) as error:
         stop(str(error))
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from typing import Any
 from doctor.finding import CannotTell, Diagnosis, Evidence, Finding
 from doctor.flags import Engine
 from doctor.logfile import LogFacts
-from doctor.patient import Patient, patients
+from doctor.patient import Patient, patients, with_baseline
 from doctor.playbook import SEVERITIES, Playbook, load_all
 from doctor.prescribe import prescriptions
 from doctor.reading import Number
@@ -31,6 +31,8 @@ def diagnose(
     assume: Mapping[str, float] | None = None,
     window: float | None = None,
     engine: Engine | None = None,
+    baseline: Source | None = None,
+    baseline_flags: Mapping[str, Any] | None = None,
     playbooks: Sequence[Playbook] | None = None,
 ) -> Diagnosis:
     """Judge every playbook on every engine of ``source``.
@@ -38,12 +40,18 @@ def diagnose(
     ``flags``: the server's current flags as ``loadgen.flags.parse_command`` gives them (an empty mapping:
     started with defaults; None: not known). ``slo``: as :func:`doctor.slo.parse_slo` reads it. ``assume``:
     values for :data:`doctor.playbook.ASSUMPTIONS`. ``window``: seconds, None for the source's default.
+    ``baseline``: an earlier time to compare with, under ``baseline_flags``.
     Raises SourceError, SloError, PlaybookError.
     """
     objectives = slo if isinstance(slo, Slo) else parse_slo(slo)
     observation = source.observe(window, objectives.values)
-    books = load_all() if playbooks is None else tuple(playbooks)
+    books = [book for book in (load_all() if playbooks is None else playbooks) if book.when.parts]
     examined = patients(observation, flags, objectives, log, assume or {}, engine)
+    if baseline is not None:
+        earlier = baseline.observe(None, objectives.values)
+        examined = with_baseline(
+            examined, patients(earlier, baseline_flags, objectives, None, assume or {}, engine)
+        )
     findings: list[Finding] = []
     cannot_tell: list[CannotTell] = []
     for patient in examined:
@@ -127,12 +135,12 @@ def _rank(finding: Finding) -> tuple[bool, int, float, str, str]:
 def _healthy(findings: Sequence[Finding], cannot_tell: Sequence[CannotTell]) -> bool:
     """No warning, and none that only something missing keeps from being judged.
 
-    What only the user can know (an assumption) does not count against a server, nor does a fleet of one.
+    What only the user or another source can know does not count against a server, nor does a fleet of one.
     """
     if any(SEVERITIES.index(finding.severity) >= SEVERITIES.index("warning") for finding in findings):
         return False
-    unknown = {missing.kind for item in cannot_tell if item.severity != "info" for missing in item.missing}
-    return unknown <= {"assumption", "peers"}
+    unknown = [{missing.kind for missing in item.missing} for item in cannot_tell if item.severity != "info"]
+    return all("elsewhere" in kinds or kinds <= {"assumption", "peers"} for kinds in unknown)
 
 
 def _remarks(examined: Sequence[Patient]) -> list[str]:

@@ -22,10 +22,13 @@ from doctor.signals import (
     AgainstPeers,
     Condition,
     Count,
+    EnginesOnHost,
+    Half,
     HistogramSum,
     Mean,
     MeanWhile,
     Node,
+    OnHost,
     OverTime,
     Quantile,
     Ratio,
@@ -49,6 +52,18 @@ Numbers = dict[Group, Number]
 
 def group_of(labels: Mapping[str, str]) -> Group:
     return Group(*(labels.get(name, "") for name in GROUP_LABELS))
+
+
+def host_of(instance: str) -> str:
+    """An instance without its port."""
+    return instance.split(":", 1)[0]
+
+
+def _host_figure(values: Sequence[float], how: str) -> float:
+    if how == "count":
+        return float(len(values))
+    mean = sum(values) / len(values)
+    return 1 - mean if how == "busy" else mean / 100
 
 
 class Evaluator(ABC):
@@ -85,7 +100,10 @@ class Evaluator(ABC):
         absent = [key for key in sorted(metrics_of(node)) if not self._has(key)]
         if absent:
             names = ", ".join(METRICS[key].names[0] for key in absent)
-            return {g: Missing(signal.name, "metric", f"{names} is missing") for g in self.groups}
+            missing = Missing(signal.name, "metric", f"{names} is missing")
+            if exporters := [catalog.ELSEWHERE[key] for key in absent if key in catalog.ELSEWHERE]:
+                missing = Missing(signal.name, "elsewhere", f"no {exporters[0]} beside the server")
+            return dict.fromkeys(self.groups, missing)
         numbers = self.numbers(node)
         readings: dict[Group, Reading] = {}
         for group in self.groups:
@@ -109,6 +127,9 @@ class Evaluator(ABC):
         return any(other.model_name == group.model_name and other != group for other in self.groups)
 
     def _unobserved(self, name: str, node: Node, group: Group) -> Missing:
+        if isinstance(node, OnHost):
+            exporter = catalog.ELSEWHERE[node.metric]
+            return Missing(name, "elsewhere", f"no {exporter} on {group.instance}'s host")
         for key in sorted(metrics_of(node)):
             if group not in self._owners(key):
                 return Missing(name, "metric", f"{METRICS[key].names[0]} is missing on {group.instance}")
@@ -166,6 +187,13 @@ class ScrapeEvaluator(Evaluator):
                 return _add([self.numbers(term) for term in terms])
             case AgainstPeers(of):
                 return _against_peers(self.numbers(of))
+            case Half(of, which):
+                return self._half(which == "first").numbers(of)
+            case OnHost(key, how):
+                return self._on_host(key, how)
+            case EnginesOnHost():
+                hosts = [host_of(group.instance) for group in self._owners("running")]
+                return {g: Number.exactly(hosts.count(host_of(g.instance))) for g in self._owners("running")}
             case Quantile(q, key):
                 found = {g: rangefuncs.quantile(q, b) for g, b in self._buckets(key).items()}
                 return {group: Number(*value) for group, value in found.items() if value is not None}
@@ -176,6 +204,24 @@ class ScrapeEvaluator(Evaluator):
             case MeanWhile(key, conditions):
                 values, held = self._instant(key), self._hold_all(conditions)
                 return _mean_over_time({g: values[g][held[g] == 1] for g in values.keys() & held.keys()})
+
+    def _half(self, first: bool) -> ScrapeEvaluator:
+        middle = (self._span.start + self._span.end) // 2
+        bounds = (self._span.start, middle) if first else (middle, self._span.end)
+        recording = Recording(self._series, np.array([], dtype=np.int64), ())
+        return ScrapeEvaluator(recording, Span(*bounds, self._span.step), self.promql)
+
+    def _on_host(self, key: str, how: str) -> Numbers:
+        seen: dict[str, list[float]] = {}
+        for series in self._columns(key, ""):
+            if how == "busy" and series.labels.get("mode") != "idle":
+                continue
+            value = self._over_time(series, "rate" if how == "busy" else "avg")
+            if value is not None:
+                seen.setdefault(host_of(series.labels.get("instance", "")), []).append(value)
+        figures = {host: _host_figure(values, how) for host, values in seen.items()}
+        owners = {group: host_of(group.instance) for group in self._owners("running")}
+        return {g: Number.exactly(figures[host]) for g, host in owners.items() if host in figures}
 
     def _owners(self, key: str) -> frozenset[Group]:
         suffix = "_count" if METRICS[key].kind == "histogram" else ""

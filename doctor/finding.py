@@ -18,7 +18,6 @@ NOT_JUDGED = (
     "MoE expert balance",
     "data parallel ranks against each other",
     "prefill/decode disaggregation",
-    "GPU and CPU utilisation",
 )
 
 

@@ -35,10 +35,17 @@ class PrometheusEvaluator(Evaluator):
     def available(self) -> frozenset[str]:
         answer = self._ask(f"count by (__name__) (last_over_time({{{self._matchers}}}[{self._window}]))")
         names = {str(element["metric"].get("__name__", "")) for element in answer}
+        names |= self._exporters() if names else set()
         # Buckets were left out of the question: there are many, and they come with a _count.
         return frozenset(
             names | {f"{name[: -len('_count')]}_bucket" for name in names if name.endswith("_count")}
         )
+
+    def _exporters(self) -> set[str]:
+        """What other exporters tell; the user's selector is for the servers."""
+        wanted = "|".join(name for key in catalog.ELSEWHERE for name in catalog.METRICS[key].names)
+        answer = self._ask(f'count by (__name__) (last_over_time({{__name__=~"{wanted}"}}[{self._window}]))')
+        return {str(element["metric"].get("__name__", "")) for element in answer}
 
     @cached_property
     def groups(self) -> Sequence[Group]:

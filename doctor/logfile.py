@@ -20,6 +20,13 @@ _NAMESPACE = re.compile(r"args: Namespace\((.*)\)")
 _DUMP = re.compile(r"Initializing an? (?:V1 )?LLM engine .*?with config: (.*)")
 _BUDGET = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)")
 _POOL = re.compile(r"KV cache size: ([\d,]+) tokens")
+_DURATIONS = {
+    "startup_seconds": re.compile(r"init engine \(.*?\) took ([\d.]+) ?s"),
+    "compile_seconds": re.compile(r"torch\.compile (?:takes|took) ([\d.]+) ?s in total"),
+    "load_seconds": re.compile(
+        r"(?:Loading (?:model )?weights|Model loading) took (?:[\d.]+ GiB(?: memory)? and )?([\d.]+) s"
+    ),
+}
 _PAIR = re.compile(r"(?:'(\w+)': |\b(\w+)=)('[^']*'|-?[\d.]+|True|False|None|\{[^{}]*\})")
 _SPECULATION = re.compile(r"speculative_config=SpeculativeConfig\(([^)]*)\)")
 _PERIODIC = re.compile(
@@ -52,6 +59,8 @@ class LogFacts:
     version: str | None = None
     kv_cache_tokens: int | None = None
     device: str | None = None
+    durations: Mapping[str, float] = field(default_factory=dict)
+    """``startup_seconds``, ``compile_seconds``, ``load_seconds`` of the last start, as far as it says."""
     scrapes: tuple[tuple[int, str], ...] = ()
     """The periodic lines as exposition text, so that a log alone can be diagnosed."""
 
@@ -89,6 +98,7 @@ def parse_log(text: str) -> LogFacts:
     """Take the facts out of a log's text; of a restarted server the last start counts."""
     flags: dict[str, Any] = {}
     complete, version, pool = False, None, None
+    durations: dict[str, float] = {}
     match: re.Match[str] | None
     for line in text.splitlines():
         if match := _NON_DEFAULT.search(line):
@@ -103,9 +113,12 @@ def parse_log(text: str) -> LogFacts:
             pool = int(match[1].replace(",", ""))
         if version is None and (match := _VERSION.search(line)):
             version = match[1].rstrip(".")
+        for name, pattern in _DURATIONS.items():
+            if match := pattern.search(line):
+                durations[name] = float(match[1])
     device = flags.pop("device", None)
     scrapes = tuple(_periodic(text.splitlines()))
-    return LogFacts(flags, complete, version, pool, str(device) if device else None, scrapes)
+    return LogFacts(flags, complete, version, pool, str(device) if device else None, durations, scrapes)
 
 
 def _dumped(text: str) -> dict[str, Any]:

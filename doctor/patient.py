@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from doctor import flags as server_flags
 from doctor.evaluators import Group
 from doctor.flags import Engine, Flags
 from doctor.logfile import LogFacts
-from doctor.playbook import ASSUMPTIONS
+from doctor.playbook import ASSUMPTIONS, told_by
 from doctor.reading import Missing, Number, Reading
 from doctor.signals import SIGNALS
 from doctor.slo import Slo
@@ -28,7 +28,9 @@ class Patient:
     queries: Mapping[str, str]
     flags: Flags
     constants: Mapping[str, float]
-    """SLOs and assumptions."""
+    """SLOs, assumptions, and what a log, a benchmark or a baseline told."""
+    baseline: Patient | None = None
+    """The same engine in an earlier recording."""
 
     def lookup(self, name: str) -> Reading:
         if name in self.readings:
@@ -37,8 +39,20 @@ class Patient:
             return Number.exactly(self.constants[name])
         if name in ASSUMPTIONS:
             return Missing(name, "assumption", ASSUMPTIONS[name])
+        if (who := told_by(name)) is not None:
+            return self._before(name.removeprefix("baseline_")) or Missing(name, "elsewhere", who)
         reading = self.flags.reading(name)
         return reading if isinstance(reading, Number) else Missing(name, "flag", reading.why)
+
+    def _before(self, name: str) -> Reading | None:
+        if self.baseline is None or told_by(name) is not None:
+            return None
+        reading = self.baseline.lookup(name)
+        return (
+            Missing(f"baseline_{name}", reading.kind, reading.why)
+            if isinstance(reading, Missing)
+            else reading
+        )
 
     @property
     def idle(self) -> bool:
@@ -83,10 +97,30 @@ def patients(
                 readings,
                 queries,
                 _infer(flags, readings),
-                {**slo.values, **assume},
+                {**slo.values, **assume, **observation.facts, **(log.durations if log else {})},
             )
         )
     return seen
+
+
+def with_baseline(examined: Sequence[Patient], baseline: Sequence[Patient]) -> list[Patient]:
+    """Each engine beside itself in an earlier recording: the same labels, or the only one there was."""
+    before = {patient.group: patient for patient in baseline}
+    compared = []
+    for patient in examined:
+        old = before.get(patient.group) or (baseline[0] if len(baseline) == 1 else None)
+        facts = {} if old is None else _against(patient, old)
+        compared.append(replace(patient, baseline=old, constants={**patient.constants, **facts}))
+    return compared
+
+
+def _against(patient: Patient, old: Patient) -> dict[str, float]:
+    """Whether the model is another, and how much larger the KV pool is."""
+    facts = {"model_changed": float(patient.group.model_name != old.group.model_name)}
+    pools = [p.flags.reading("kv_cache_tokens") for p in (patient, old)]
+    if isinstance(pools[0], Number) and isinstance(pools[1], Number) and pools[1].point > 0:
+        facts["pool_change"] = pools[0].point / pools[1].point
+    return facts
 
 
 def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[str, str] | None:

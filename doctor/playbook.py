@@ -29,8 +29,31 @@ ASSUMPTIONS: Mapping[str, str] = {
 }
 """What only the user knows, by name."""
 
+_LOG = "a log says; pass --log FILE"
+_BASELINE = "only a comparison says; pass --baseline FILE"
+_BENCH = "a benchmark says; pass --bench FILE"
+TOLD: Mapping[str, str] = {
+    "startup_seconds": _LOG,
+    "compile_seconds": _LOG,
+    "load_seconds": _LOG,
+    "model_changed": _BASELINE,
+    "pool_change": _BASELINE,
+    "bench_requests": _BENCH,
+    "bench_failed": _BENCH,
+    "bench_seconds": _BENCH,
+    "bench_rate_share": _BENCH,
+}
+"""What neither metrics nor flags hold, by name, with who says. Beside them, ``baseline_X`` is the signal or
+flag X of an earlier recording."""
+
+
+def told_by(name: str) -> str | None:
+    """Who says ``name``, where it is none of the server's metrics and flags."""
+    return _BASELINE if name.startswith("baseline_") else TOLD.get(name)
+
+
 _REQUIRED = ("id", "title", "severity", "when", "for", "prescribe", "expect")
-_OPTIONAL = ("cost", "explains", "show", "reproduce")
+_OPTIONAL = ("cost", "explains", "show", "reproduce", "refutes")
 _REMEDY_KEYS = frozenset({"set", "unset", "do", "needs", "because"})
 _DURATION = re.compile(r"[1-9]\d*[smh]")
 _TEXT_FLAGS = frozenset({"kv_cache_dtype", "scheduling_policy"})
@@ -72,6 +95,8 @@ class Playbook:
     show: tuple[str, ...]
     reproduce: Mapping[str, Any]
     prose: str
+    refutes: str | None = None
+    """The folklore that this page answers. Such a page may have no rule."""
 
     @property
     def signals(self) -> tuple[str, ...]:
@@ -160,6 +185,7 @@ class _Reader:
             show=self.show(),
             reproduce=self.mapping("reproduce", self.matter.get("reproduce", {})),
             prose=prose,
+            refutes=None if "refutes" not in self.matter else self.text("refutes"),
         )
 
     def error(self, key: str, message: str) -> PlaybookError:
@@ -197,7 +223,7 @@ class _Reader:
 
     def all_of(self, key: str, value: Any) -> All:
         items = self.sequence(key, value)
-        if not items and key.startswith("when"):
+        if not items and key.startswith("when") and "refutes" not in self.matter:
             raise self.error(key, "must name at least one condition")
         return All(tuple(self.clause(f"{key}[{index}]", item) for index, item in enumerate(items)))
 
@@ -231,9 +257,9 @@ class _Reader:
         return parsed
 
     def check_names(self, key: str, names: Iterable[str]) -> None:
-        known = {*SIGNALS, *FLAG_NAMES, *SLO_NAMES, *ASSUMPTIONS}
+        known = {*SIGNALS, *FLAG_NAMES, *SLO_NAMES, *ASSUMPTIONS, *TOLD}
         for name in sorted(names):
-            if name not in known:
+            if name not in known and name.removeprefix("baseline_") not in {*SIGNALS, *FLAG_NAMES}:
                 raise self.error(key, f"unknown name {name!r}{_near(name, known)}")
 
     def remedy(self, key: str, value: Any) -> Remedy:

@@ -11,10 +11,13 @@ from doctor.signals import (
     AgainstPeers,
     Condition,
     Count,
+    EnginesOnHost,
+    Half,
     HistogramSum,
     Mean,
     MeanWhile,
     Node,
+    OnHost,
     OverTime,
     Quantile,
     Ratio,
@@ -53,6 +56,8 @@ class PromQL:
     selector: str = ""
     available: frozenset[str] | None = None
     slo: Mapping[str, float] = field(default_factory=dict)
+    offset_ms: int = 0
+    """How long before the evaluation's instant the window ends."""
 
     def text(self, node: Node) -> str:
         """The query whose result has one element per engine."""
@@ -65,7 +70,7 @@ class PromQL:
             case HistogramSum(key, how):
                 return f"sum {_BY} ({self._ranges(key, '_sum', how)})"
             case Count(key, how):
-                return f"sum {_BY} ({self._ranges(key, '_count', how)})"
+                return f"sum {_BY} ({self._ranges(key, '_count', _FUNCTIONS[how])})"
             case Mean(key):
                 return f"{self.text(HistogramSum(key))} / {self.text(Count(key))}"
             case Above(key, _):
@@ -86,6 +91,31 @@ class PromQL:
             case AgainstPeers(of):
                 own = self.text(of)
                 return f"({own}) / on (model_name) group_left () avg by (model_name) ({own})"
+            case Half(of, which):
+                half = self.window_ms // 2
+                return replace(self, window_ms=half, offset_ms=half if which == "first" else 0).text(of)
+            case OnHost(key, how):
+                return self._beside(self._host_figure(key, how))
+            case EnginesOnHost():
+                return self._beside(f"count by (host) ({self._hosts()})")
+
+    def _host_figure(self, key: str, how: str) -> str:
+        """One figure a host."""
+        name, window = METRICS[key].names[0], duration(self.window_ms)
+        if how == "busy":
+            idle = f'rate({name}{{mode="idle"}}[{window}])'
+            return f"1 - avg by (host) ({_with_host(idle)})"
+        seen = _with_host(f"avg_over_time({name}[{window}])")
+        return f"count by (host) ({seen})" if how == "count" else f"avg by (host) ({seen}) / 100"
+
+    def _hosts(self) -> str:
+        """Every engine with its host, and the value 0."""
+        running = f"sum {_BY} ({self._ranges('running', '', 'last_over_time')})"
+        return _with_host(f"0 * {running}")
+
+    def _beside(self, figure: str) -> str:
+        """A host's figure for each of its engines."""
+        return f"sum {_BY} ({self._hosts()} + on (host) group_left () ({figure}))"
 
     def bucket_bounds(self, key: str) -> str:
         """Which ``le`` values a histogram has, per engine."""
@@ -122,8 +152,9 @@ class PromQL:
     def _ranges(self, key: str, suffix: str, function: str, matcher: str = "") -> str:
         where = self._where(matcher)
         window = duration(self.window_ms)
+        offset = f" offset {duration(self.offset_ms)}" if self.offset_ms else ""
         return " or ".join(
-            f"{function}({name}{where}[{window}])" for name in self.names(METRICS[key], suffix)
+            f"{function}({name}{where}[{window}]{offset})" for name in self.names(METRICS[key], suffix)
         )
 
     def _instant(self, key: str) -> str:
@@ -144,6 +175,10 @@ class PromQL:
     def _where(self, matcher: str = "") -> str:
         inside = ",".join(part for part in (self.selector, matcher) if part)
         return f"{{{inside}}}" if inside else ""
+
+
+def _with_host(vector: str) -> str:
+    return f'label_replace({vector}, "host", "$1", "instance", "([^:]*).*")'
 
 
 def bucket_bound(node: Above, slo: Mapping[str, float]) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-MissingKind = Literal["metric", "empty", "flag", "assumption", "peers", "bound"]
+MissingKind = Literal["metric", "empty", "flag", "assumption", "peers", "elsewhere", "bound"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,7 @@ class Missing:
 
     ``metric``: the server does not expose it; ``empty``: it does, but nothing was observed in the window;
     ``flag``, ``assumption``: nobody told us; ``peers``: there is no second instance to compare with;
+    ``elsewhere``: another exporter, a log, a baseline or a benchmark would say, and none was given;
     ``bound``: the value is known only as a range, and the range does not decide the question.
     """
 

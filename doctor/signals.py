@@ -46,10 +46,10 @@ class HistogramSum:
 
 @dataclass(frozen=True)
 class Count:
-    """How many observations a histogram gained; ``rate`` per second."""
+    """How many observations a histogram gained; ``rate``: a second; ``last``: since the server's start."""
 
     metric: str
-    how: Literal["increase", "rate"] = "increase"
+    how: Literal["increase", "rate", "last"] = "increase"
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,46 @@ class AgainstPeers:
     of: Node
 
 
+@dataclass(frozen=True)
+class Half:
+    """A histogram's figure over the first or the second half of the window."""
+
+    of: Mean
+    which: Literal["first", "second"]
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """What an exporter on the engine's host says; the host is the instance without its port.
+
+    ``avg``: mean of a percentage, as a share; ``busy``: share of the CPU time that is not idle; ``count``:
+    how many series there are.
+    """
+
+    metric: str
+    how: Literal["avg", "busy", "count"]
+
+
+@dataclass(frozen=True)
+class EnginesOnHost:
+    """How many engines share the engine's host."""
+
+
 Node = (
-    OverTime | Quantile | Mean | HistogramSum | Count | Above | Share | MeanWhile | Ratio | Sum | AgainstPeers
+    OverTime
+    | Quantile
+    | Mean
+    | HistogramSum
+    | Count
+    | Above
+    | Share
+    | MeanWhile
+    | Ratio
+    | Sum
+    | AgainstPeers
+    | Half
+    | OnHost
+    | EnginesOnHost
 )
 Unit = Literal["s", "tokens", "tokens/s", "requests", "1/s", "share", "ratio", "count", "s/token"]
 
@@ -243,6 +281,9 @@ SIGNALS: dict[str, Signal] = {
             Ratio(OverTime("generation_tokens", "increase"), OverTime("finished", "increase")),
         ),
         _signal("finished", "count", "requests that finished", OverTime("finished", "increase")),
+        _signal("served_total", "count", "first tokens since the server started", Count("ttft", "last")),
+        _signal("ttft_early_mean", "s", "mean TTFT, first half of the window", Half(Mean("ttft"), "first")),
+        _signal("ttft_late_mean", "s", "mean TTFT, second half of the window", Half(Mean("ttft"), "second")),
         _signal("generated", "tokens", "output tokens", OverTime("generation_tokens", "increase")),
         _signal("prompt_rate", "tokens/s", "prompt tokens a second", OverTime("prompt_tokens", "rate")),
         _signal(
@@ -293,6 +334,19 @@ SIGNALS: dict[str, Signal] = {
             Ratio(HistogramSum("prefill_time"), HistogramSum("prefill_length")),
             Ratio(HistogramSum("prefill_time"), HistogramSum("prompt_length")),
         ),
+        _signal(
+            "output_tokens_max",
+            "tokens",
+            "bound of the longest outputs' bucket",
+            Quantile(1, "generation_length"),
+        ),
+        # The host, from other exporters
+        _signal(
+            "gpu_utilization", "share", "time in which a kernel ran, of the GPUs", OnHost("gpu_busy", "avg")
+        ),
+        _signal("gpus_on_host", "count", "GPUs of the host", OnHost("gpu_busy", "count")),
+        _signal("cpu_utilization", "share", "CPU time of the host that was used", OnHost("cpu_time", "busy")),
+        _signal("engines_on_host", "count", "engines on the host", EnginesOnHost()),
         # Prefix cache and speculation
         _signal(
             "prefix_hit_rate",
@@ -325,8 +379,10 @@ def metrics_of(node: Node) -> set[str]:
             return metrics_of(top) | metrics_of(bottom)
         case Sum(terms):
             return set().union(*(metrics_of(term) for term in terms))
-        case AgainstPeers(of):
+        case AgainstPeers(of) | Half(of, _):
             return metrics_of(of)
+        case EnginesOnHost():
+            return {"running"}
         case Share(conditions):
             return {gauge for condition in conditions for gauge in condition.gauges}
         case MeanWhile(metric, conditions):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ class Observation:
     notes: tuple[str, ...] = ()
     version: str | None = None
     """The server's own version, where it says."""
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """What the source tells beside signals; :data:`doctor.playbook.TOLD` has the names."""
 
 
 class Source(ABC):

@@ -42,6 +42,7 @@ _HISTOGRAMS = {
     "prefill_time": ("vllm:request_prefill_time_seconds", _REQUEST),
     "decode_time": ("vllm:request_decode_time_seconds", _REQUEST),
     "prompt_length": ("vllm:request_prompt_tokens", _LENGTH),
+    "generation_length": ("vllm:request_generation_tokens", _LENGTH),
     "prefill_length": ("vllm:request_prefill_kv_computed_tokens", _LENGTH),
     "request_preemptions": ("vllm:request_num_preemptions", _FEW),
 }

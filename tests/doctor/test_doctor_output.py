@@ -67,7 +67,7 @@ def test_junit_has_a_case_a_symptom(incident: str) -> None:
     document = run("doctor", "--series", incident, "--since", "-5m", *FLAGS, "--format", "junit").stdout
     suite = ElementTree.fromstring(document.encode())
     cases = {case.get("name"): case for case in suite}
-    assert cases.keys() == {book.id for book in load_all()}
+    assert cases.keys() == {book.id for book in load_all() if book.when.parts}
     failed = [name for name, case in cases.items() if case.find("failure") is not None]
     assert failed == ["seq-cap"]
     assert suite.get("failures") == "1"

@@ -24,6 +24,7 @@ from loadgen.flags import parse_command
 DIRECTION = {
     "itl-flat-high": {"max_num_seqs": -1},
     "itl-spikes-long-prefill": {"max_num_batched_tokens": -1, "long_prefill_token_threshold": 1},
+    "myth-fragmentation": {"gpu_memory_utilization": 1},
     "kv-idle": {"max_num_seqs": 1, "max_num_batched_tokens": 1},
     "kv-pressure": {"max_num_seqs": -1, "gpu_memory_utilization": 1},
     "overload": {"max_num_seqs": -1},

@@ -1,0 +1,165 @@
+"""Rules that need more than one server's metrics: exporters of the host, a log, a baseline, a benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_prometheus import load_recording, needs_prometheus, prometheus
+from synthetic_server import Server
+
+from doctor.diagnose import Diagnosis, diagnose
+from doctor.exposition import record
+from doctor.logfile import parse_log
+from doctor.reading import Number
+from doctor.signals import SIGNALS
+from doctor.slo import DEFAULTS
+from doctor.sources import PrometheusSource, Scrapes
+
+BASE = Server()
+SLOW = {"itl": {0.35: 1000}, "queue_time": {8.0: 10}}
+
+
+def beside(
+    server: Server, gpus: list[float], engines: int = 1, cpu_idle: float = 0.5
+) -> list[tuple[int, str]]:
+    """``server`` (as many times as there are engines) on a host with exporters."""
+    fleets = [
+        replace(server, labels={**server.labels, "instance": f"h:{8000 + n}"}).scrapes()
+        for n in range(engines)
+    ]
+    pages = []
+    for number, parts in enumerate(zip(*fleets, strict=True)):
+        host = "".join(
+            f'DCGM_FI_DEV_GPU_UTIL{{gpu="{gpu}",instance="h:9400"}} {busy}\n' for gpu, busy in enumerate(gpus)
+        )
+        idle = 1000 + number * 4 * cpu_idle
+        host += f'node_cpu_seconds_total{{cpu="0",mode="idle",instance="h:9100"}} {idle}\n'
+        host += f'node_cpu_seconds_total{{cpu="0",mode="user",instance="h:9100"}} {5000 + number}\n'
+        pages.append((parts[0][0], "".join(text for _, text in parts) + host))
+    return pages
+
+
+def ids(found: Diagnosis) -> set[str]:
+    return {finding.id for finding in found.findings}
+
+
+def unclear(found: Diagnosis) -> dict[str, str]:
+    return {item.id: "; ".join(missing.why for missing in item.missing) for item in found.cannot_tell}
+
+
+def test_a_busy_server_with_idle_gpus_is_bound_by_its_host() -> None:
+    found = diagnose(Scrapes(beside(BASE, [30.0, 40.0], cpu_idle=0.1)), {})
+    assert ids(found) == {"host-bound"}
+    evidence = {e.signal: e.value for e in found.findings[0].evidence}
+    assert (evidence["gpu_utilization"], evidence["cpu_utilization"]) == pytest.approx((0.35, 0.9), abs=0.01)
+    assert diagnose(Scrapes(beside(BASE, [97.0, 99.0])), {}).findings == ()
+
+
+def test_gpus_at_their_limit_are_told() -> None:
+    queued = replace(BASE, running=64, waiting=9, histograms=SLOW)
+    assert "hardware-limit" in ids(diagnose(Scrapes(beside(queued, [99.0])), {}))
+    assert "hardware-limit" not in ids(diagnose(Scrapes(beside(queued, [70.0])), {}))
+
+
+def test_two_engines_on_one_gpu_are_told() -> None:
+    assert "colocated" in ids(diagnose(Scrapes(beside(BASE, [90.0], engines=2)), {}))
+    assert "colocated" not in ids(diagnose(Scrapes(beside(BASE, [90.0, 90.0], engines=2)), {}))
+
+
+def test_without_exporters_the_rules_cannot_tell_and_health_stays_health() -> None:
+    found = diagnose(Scrapes(BASE.scrapes()), {})
+    assert found.healthy
+    assert unclear(found)["host-bound"] == "no DCGM exporter beside the server"
+    assert "colocated" not in unclear(found)
+
+
+@needs_prometheus
+def test_prometheus_gives_the_same_figures_of_the_host(tmp_path: Path) -> None:
+    pages = beside(BASE, [30.0, 40.0], engines=2, cpu_idle=0.1)
+    load_recording(record(pages), tmp_path, {})
+    recorded = Scrapes(pages).observe(None, DEFAULTS)
+    with prometheus(tmp_path) as url:
+        source = PrometheusSource(url, 'engine="0"', at=pages[-1][0] / 1000)
+        live = source.observe(recorded.window_s, DEFAULTS)
+        for name in ("gpu_utilization", "gpus_on_host", "cpu_utilization", "engines_on_host"):
+            ours, theirs = recorded.evaluator.read(SIGNALS[name]), live.evaluator.read(SIGNALS[name])
+            assert ours.keys() == theirs.keys()
+            for group, number in ours.items():
+                other = theirs[group]
+                assert isinstance(number, Number)
+                assert isinstance(other, Number)
+                assert other.point == pytest.approx(number.point, rel=0.01), name
+
+
+def slow_then_quick(slow: float) -> list[tuple[int, str]]:
+    """A fresh server whose first requests take ``slow`` seconds to their first token."""
+    first = replace(BASE, histograms={"ttft": {slow: 10}})
+    pages = first.scrapes(count=9)
+    count, total, text = 90, slow * 90, pages[-1][1]
+    name = "vllm:time_to_first_token_seconds"
+    for number in range(1, 9):
+        page = text
+        for part, old, step in (("count", count, 10), ("sum", total, 1.0)):
+            start = page.index(f"{name}_{part}")
+            line = page[start : page.index("\n", start)]
+            page = page.replace(line, line.rsplit(" ", 1)[0] + f" {old + step * number}")
+        pages.append((pages[-1][0] + 4000, page))
+    return pages
+
+
+def test_slow_first_requests_of_a_fresh_server_are_told() -> None:
+    assert "cold-requests" in ids(diagnose(Scrapes(slow_then_quick(2.0)), {}))
+    assert "cold-requests" not in ids(diagnose(Scrapes(slow_then_quick(0.12)), {}))
+
+
+LOG = """INFO 11-29 12:07:24 [default_loader.py:501] Loading weights took 95.20 seconds
+INFO 11-29 12:07:40 [monitor.py:34] torch.compile takes 48.00 s in total
+INFO 11-29 12:07:40 [core.py:402] init engine (profile, create kv cache, warmup model) took 80.50 s
+"""
+
+
+def test_a_log_tells_a_slow_start() -> None:
+    found = diagnose(Scrapes(BASE.scrapes()), {}, log=parse_log(LOG))
+    assert ids(found) == {"slow-start"}
+    texts = [item.text for item in found.findings[0].prescriptions]
+    assert any("VLLM_CACHE_ROOT" in text for text in texts)
+    quick = parse_log(LOG.replace("95.20", "5.20"))
+    assert ids(diagnose(Scrapes(BASE.scrapes()), {}, log=quick)) == set()
+    assert "pass --log FILE" in unclear(diagnose(Scrapes(BASE.scrapes()), {}))["slow-start"]
+
+
+def against(now: Server, before: Server, flags: Mapping[str, Any], old: Mapping[str, Any]) -> Diagnosis:
+    return diagnose(Scrapes(now.scrapes()), flags, baseline=Scrapes(before.scrapes()), baseline_flags=old)
+
+
+def test_a_shift_against_the_baseline_needs_other_traffic() -> None:
+    longer = {"ttft": {0.6: 10}, "prompt_length": {900.0: 10}, "prefill_length": {900.0: 10}}
+    assert "baseline-shift" in ids(against(replace(BASE, histograms=longer), BASE, {}, {}))
+    same = replace(BASE, histograms={"ttft": {0.6: 10}})
+    assert "baseline-shift" not in ids(against(same, BASE, {}, {}))
+    assert "baseline-shift" not in ids(against(BASE, BASE, {}, {}))
+    assert "--baseline" in unclear(diagnose(Scrapes(BASE.scrapes()), {}))["baseline-shift"]
+
+
+def test_another_model_under_the_same_flags_is_told() -> None:
+    other = replace(BASE, labels={"engine": "0", "model_name": "other"})
+    flags = {"max_num_batched_tokens": 2048, "max_num_seqs": 64}
+    assert "model-changed" in ids(against(other, BASE, flags, flags))
+    assert "model-changed" not in ids(against(BASE, BASE, flags, flags))
+    half = replace(BASE, config={"num_gpu_blocks": "2049"})
+    assert "model-changed" in ids(against(half, BASE, flags, flags))
+    assert "model-changed" not in ids(
+        against(other, BASE, flags, {"max_num_batched_tokens": 4096, "max_num_seqs": 32})
+    )
+
+
+def test_a_spike_that_ignores_the_budget_is_told() -> None:
+    spiky = replace(BASE, histograms={"itl": {0.03: 970, 1.5: 30}})
+    small, large = {"max_num_batched_tokens": 1024}, {"max_num_batched_tokens": 4096}
+    assert "itl-spikes-outside-graphs" in ids(against(spiky, spiky, small, large))
+    lower = replace(BASE, histograms={"itl": {0.03: 970, 0.25: 30}})
+    assert "itl-spikes-outside-graphs" not in ids(against(lower, spiky, small, large))
