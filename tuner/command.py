@@ -254,8 +254,8 @@ def _check_target(job: Job) -> None:
         )
     if "{flags}" not in target:
         raise UsageError(
-            f"--target {target!r}: unknown. Give bundled, vllm, simulated:h100, or a command with {{flags}} "
-            "where the flags go, e.g. 'my-server --model M {flags} --port {port}'."
+            f"--target {target!r}: unknown. Give bundled, vllm, or a command with {{flags}} where the flags "
+            "go, e.g. 'my-server --model M {flags} --port {port}'; or simulated:h100 to measure nothing."
         )
     tuned = effective({}, "vllm")
     fixed = [f for f in tuned if re.search(rf"--{f.replace('_', '[-_]')}\b", target)]

@@ -1,0 +1,95 @@
+"""A whole study on a simulated GPU: through the command, in simulated seconds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tuner.command import Options, UsageError, make_target, new_job, run
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "model" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def study(model: str, out: Path, **more: Any) -> dict[str, Any]:
+    options = Options(
+        target="simulated:h100",
+        model=model,
+        slo="itl_p99<35ms",
+        rate=20.0,
+        run_seconds=5.0,
+        trials=2,
+        pairs=2,
+        out=out,
+        fix=("all",),
+        vary=("max_num_batched_tokens=512,1024",),
+        **more,
+    )
+    assert run(options) == 0
+    report: dict[str, Any] = json.loads((out / "report.json").read_text())
+    return report
+
+
+def test_a_study_finds_the_smaller_budget_and_says_that_it_is_an_estimate(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = study(model, tmp_path / "out")
+    assert report["verdict"] == "better"
+    before, after = report["changes"]["max_num_batched_tokens"]
+    assert (before, after < before) == (8192, True)
+    assert report["sentence"].startswith("ESTIMATE: ")
+    assert "roofline of H100 SXM" in report["estimate"]
+    assert any(caveat.startswith("ESTIMATE") for caveat in report["caveats"])
+    assert report["confirmation"]["pairs"] == 2
+    printed = capsys.readouterr().out
+    assert printed.startswith("ESTIMATE: ")
+    assert "launch with: vllm serve" in printed
+    assert "--max-num-seqs 1024" in report["rollback"]["target"], "the device's default is named"
+
+
+def test_a_study_is_the_same_each_time_and_its_seconds_are_simulated(model: str, tmp_path: Path) -> None:
+    first, second = (study(model, tmp_path / name) for name in ("a", "b"))
+    for key in ("trials", "seconds", "sentence", "confirmation"):
+        assert first[key] == second[key], key
+    assert first["seconds"] > 2 * 2 * 5.0, "two pairs of runs of five seconds alone take as long"
+
+
+def test_speculation_is_searched_only_when_asked_for() -> None:
+    assert "speculative_config" in new_job(Options(target="simulated:h100")).fix
+    asked = new_job(Options(target="simulated:h100", vary=("speculative_config",)))
+    assert "speculative_config" not in asked.fix
+
+
+def test_defaults_are_the_devices() -> None:
+    assert new_job(Options(target="simulated:l40s")).flags["max_num_seqs"] == 256
+    job = new_job(Options(target="simulated:h100", flags="--max-num-seqs 64"))
+    assert (job.flags["max_num_seqs"], job.flags["max_num_batched_tokens"]) == (64, 8192)
+    assert (job.server, job.budget) == ("vllm", 1800.0)
+    assert new_job(Options(target="simulated:bundled")).server == "bundled"
+
+
+@pytest.mark.parametrize(
+    "words", [{"target": "simulated:h900"}, {"target": "simulated:h100", "model": "/no"}]
+)
+def test_what_cannot_be_simulated_is_a_usage_error(words: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=next(reversed(words.values()))):
+        make_target(new_job(Options(**words)), tmp_path, 60.0)
