@@ -54,7 +54,8 @@ def fetch_bundled(progress: Progress | None = None) -> Path:
         return target
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / ".lock", report):
+        waiting = "another process is fetching the bundled model; waiting for it"
+        with locked(cache / ".lock", lambda: report(waiting)):
             if not _is_complete(target):
                 for pattern in (".download-*", ".make-*"):  # left by a process that was killed
                     for stale in cache.glob(pattern):
@@ -69,15 +70,15 @@ def fetch_bundled(progress: Progress | None = None) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, report: Progress) -> Iterator[None]:
-    """Hold an exclusive lock that the system drops when the process dies."""
+def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
+    """Hold an exclusive lock that the system drops when the process dies. ``on_wait``: somebody has it."""
     import fcntl
 
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            report("another process is fetching the bundled model; waiting for it")
+            on_wait()
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -21,10 +21,11 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine import log
 from engine.config import ConfigError, EngineConfig
@@ -39,6 +40,12 @@ logger = logging.getLogger("vtune.process")
 LENGTH = struct.Struct("!I")
 STOP_SECONDS = 5.0
 """How long a child may take to notice that the channel is closed before it is killed."""
+TIDY_SECONDS = 1.0
+"""How long a child that has noticed it gives its main thread, which may be in a compiled operation."""
+
+
+class _ParentGone(BaseException):
+    """Raised in the child's main thread, wherever it is, so that what it has begun is tidied up."""
 
 
 class EngineDeadError(RuntimeError):
@@ -112,6 +119,7 @@ def encode(message: object) -> bytes:
 def run_engine(channel_fd: int) -> int:
     """The child's whole life: config in, model up, steps until the parent is gone. Returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    signal.signal(signal.SIGUSR1, _stop)
     log.configure("EngineCore")
     channel = socket.socket(fileno=channel_fd)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -120,6 +128,8 @@ def run_engine(channel_fd: int) -> int:
         _serve(inbox.get(), inbox, channel)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the parent is gone
+    except _ParentGone:
+        os._exit(0)  # without waiting for threads
     except Exception as error:
         expected, message = _explain(error)
         if not expected:
@@ -143,7 +153,19 @@ def _read_forever(channel: socket.socket, inbox: queue.SimpleQueue[Any]) -> None
         pass  # reset: the parent died with unread messages of ours
     except Exception:
         traceback.print_exc()
+    _leave()
+
+
+def _leave() -> NoReturn:
+    """Out of this process, with what it has started: a compiler, say."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGUSR1)
+    time.sleep(TIDY_SECONDS)
     os._exit(0)
+
+
+def _stop(signum: int, frame: object) -> NoReturn:
+    raise _ParentGone
 
 
 def _serve(config: EngineConfig, inbox: queue.SimpleQueue[Any], channel: socket.socket) -> None:

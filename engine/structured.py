@@ -88,7 +88,7 @@ class Grammar:
 
     def keep_valid(self, output: Sequence[int], drafts: list[int]) -> list[int]:
         """As many of ``drafts`` as may follow ``output``: none, where a stop token has ended it."""
-        if not set(self._stops).isdisjoint(output):
+        if self.error or not set(self._stops).isdisjoint(output):
             return []
         self._advance(output)
         return [] if self.error else drafts[: self._matcher.validate_tokens(drafts)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -19,7 +20,9 @@ from typing import Any
 
 import torch
 
-from engine.bundled import FetchError, cache_dir
+from engine.bundled import FetchError, cache_dir, locked
+
+logger = logging.getLogger("vtune.kernels")
 
 SOURCES = tuple(sorted(Path(__file__).with_name("cpp").glob("*.*")))
 MAIN = Path(__file__).with_name("cpp") / "kernels.cpp"
@@ -148,20 +151,31 @@ def cpu_features() -> list[str]:
 
 
 def _compile(compiler: str, library: Path) -> None:
+    """Make ``library``, unless another process has made it meanwhile."""
+    cache = library.parent
+    waiting = "another process is compiling the C++ kernels; waiting for it"
     try:
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent, prefix=".native-") as folder:
-            made = Path(folder) / library.name
-            done = subprocess.run(
-                [compiler, *FLAGS, "-o", str(made), str(MAIN)],
-                capture_output=True,
-                text=True,
-                timeout=300,
-                check=False,
-            )
-            if done.returncode != 0:
-                errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
-                raise NativeUnavailable(f"{compiler} does not compile them: {errors[0]}")
-            os.replace(made, library)
+        cache.mkdir(parents=True, exist_ok=True)
+        with locked(cache / ".native.lock", lambda: logger.info(waiting)):
+            if library.is_file():
+                return
+            for stale in cache.glob(".native-*"):  # left by a process that was killed
+                shutil.rmtree(stale, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=cache, prefix=".native-") as folder:
+                made = Path(folder) / library.name
+                done = subprocess.run(
+                    [compiler, *FLAGS, "-o", str(made), str(MAIN)],
+                    capture_output=True,
+                    stdin=subprocess.DEVNULL,
+                    text=True,
+                    errors="replace",
+                    timeout=300,
+                    check=False,
+                    env={**os.environ, "TMPDIR": folder},  # its own files go where ours do
+                )
+                if done.returncode != 0:
+                    errors = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
+                    raise NativeUnavailable(f"{compiler} does not compile them: {errors[0]}")
+                os.replace(made, library)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NativeUnavailable(f"cannot compile them: {error}") from None
