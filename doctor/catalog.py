@@ -59,7 +59,13 @@ METRICS: dict[str, Metric] = {
             "sglang:token_usage",
             combine="max",
         ),
-        _metric("cache_hit_rate", "gauge", "sglang:cache_hit_rate", combine="max"),
+        _metric(
+            "cache_hit_rate",
+            "gauge",
+            "vllm:gpu_prefix_cache_hit_rate",
+            "sglang:cache_hit_rate",
+            combine="max",
+        ),
         _metric("preemptions", "counter", "vllm:num_preemptions_total"),
         _metric("prompt_tokens", "counter", "vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
         _metric(
@@ -131,6 +137,7 @@ _GONE = {
     "vllm:gpu_prefix_cache_hits_total": (0, 12, 0),
     "vllm:time_per_output_token_seconds": (0, 14, 0),
     "vllm:time_in_queue_requests": (0, 10, 0),
+    "vllm:gpu_prefix_cache_hit_rate": (0, 10, 0),
 }
 _NEVER = (999, 0, 0)
 

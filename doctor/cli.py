@@ -60,6 +60,9 @@ def doctor(
         Path | None,
         typer.Option(help="The server's log: its flags; alone, also the source of what it reports on load."),
     ] = None,
+    bench: Annotated[
+        Path | None, typer.Option(help="The JSON that vllm bench serve saved: can its figures be relied on?")
+    ] = None,
     flags: Annotated[
         str | None,
         typer.Option(help="The command the server was started with: 'vllm serve M --max-num-seqs 64'."),
@@ -128,7 +131,7 @@ def doctor(
     from loadgen.slo import SloError
 
     try:
-        source = choose_source(metrics, prometheus, series, log, selector, period(since, until))
+        source = choose_source(metrics, prometheus, series, log, selector, period(since, until), bench)
         command = parse_command(flags) if flags is not None else None
 
         def judge() -> Diagnosis:

@@ -35,7 +35,20 @@ _PERIODIC = re.compile(
     r"Avg generation throughput: (?P<generation>[\d.]+) tokens/s, "
     r"Running: (?P<running>\d+) reqs, (?:Swapped: \d+ reqs, )?(?:Waiting|Pending): (?P<waiting>\d+) reqs, "
     r"(?:GPU|CPU|TPU|XPU)? ?KV cache usage: (?P<kv>[\d.]+)%"
+    r"(?:.*?[Pp]refix cache hit rate: (?:GPU: )?(?P<hits>[\d.]+)%)?"
 )
+_DRAFTS = (
+    # V1: tokens since the last line; V0: tokens since the start.
+    (re.compile(r"SpecDecoding metrics: .*?Accepted: (\d+) tokens, Drafted: (\d+) tokens"), False),
+    (
+        re.compile(
+            r"Speculative metrics: .*?Number of accepted tokens: (\d+), Number of draft tokens: (\d+)"
+        ),
+        True,
+    ),
+)
+_PREEMPTED = re.compile(r"total_num_cumulative_preemption=(\d+)")
+"""V0 warns with its running total; V1 does not say."""
 _DUMP_KEYS = {
     "max_seq_len": "max_model_len",
     "tensor_parallel_size": "tensor_parallel_size",
@@ -161,9 +174,15 @@ def _speculation(text: str) -> dict[str, Any]:
 
 
 def _periodic(lines: Iterable[str]) -> Iterable[tuple[int, str]]:
-    """One scrape a periodic line; token counters are the throughputs, summed up over the time between."""
+    """One scrape a periodic line; token counters are the throughputs, summed up over the time between.
+
+    What other lines say (drafts, preemptions) is in the next scrape. They name no engine, so with several
+    engines in one log these counters stand beside the first.
+    """
     totals: dict[str, tuple[int, float, float]] = {}
+    extras: dict[str, float] = {}
     for line in lines:
+        _note(line, extras)
         if (match := _PERIODIC.search(line)) is None:
             continue
         when = (1970, *(int(match[part]) for part in ("month", "day", "h", "m", "s")))
@@ -177,12 +196,25 @@ def _periodic(lines: Iterable[str]) -> Iterable[tuple[int, str]]:
         prompt += float(match["prompt"]) * seconds
         generation += float(match["generation"]) * seconds
         totals[engine] = (unix_ms, prompt, generation)
-        labels = f'{{engine="{engine}"}}'
-        yield (
-            unix_ms,
-            f"vllm:num_requests_running{labels} {match['running']}\n"
-            f"vllm:num_requests_waiting{labels} {match['waiting']}\n"
-            f"vllm:kv_cache_usage_perc{labels} {float(match['kv']) / 100}\n"
-            f"vllm:prompt_tokens_total{labels} {prompt}\n"
-            f"vllm:generation_tokens_total{labels} {generation}\n",
-        )
+        samples = {
+            "vllm:num_requests_running": float(match["running"]),
+            "vllm:num_requests_waiting": float(match["waiting"]),
+            "vllm:kv_cache_usage_perc": float(match["kv"]) / 100,
+            "vllm:prompt_tokens_total": prompt,
+            "vllm:generation_tokens_total": generation,
+            **(extras if engine == min(totals) else {}),
+        }
+        if match["hits"] is not None:
+            samples["vllm:gpu_prefix_cache_hit_rate"] = float(match["hits"]) / 100
+        yield unix_ms, "".join(f'{name}{{engine="{engine}"}} {value}\n' for name, value in samples.items())
+
+
+def _note(line: str, extras: dict[str, float]) -> None:
+    """Count what a line says beside the load."""
+    if match := _PREEMPTED.search(line):
+        extras["vllm:num_preemptions_total"] = float(match[1])
+    for pattern, cumulative in _DRAFTS:
+        if match := pattern.search(line):
+            for name, tokens in (("accepted", match[1]), ("draft", match[2])):
+                key = f"vllm:spec_decode_num_{name}_tokens_total"
+                extras[key] = float(tokens) + (0.0 if cumulative else extras.get(key, 0.0))

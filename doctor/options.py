@@ -21,14 +21,21 @@ def choose_source(
     log: Path | None,
     selector: str,
     period: Period | None = None,
+    bench: Path | None = None,
 ) -> Source:
     """The one source that the options name. Raises SourceError."""
+    from doctor.benchmark import BenchmarkResult
     from doctor.logfile import LogSource
     from doctor.sources import MetricsUrl, PrometheusSource, SeriesFile, SourceError
 
     given = [
         name
-        for name, value in (("--metrics", metrics), ("--prometheus", prometheus), ("--series", series))
+        for name, value in (
+            ("--metrics", metrics),
+            ("--prometheus", prometheus),
+            ("--series", series),
+            ("--bench", bench),
+        )
         if value is not None
     ]
     if len(given) > 1:
@@ -45,9 +52,13 @@ def choose_source(
         return PrometheusSource(prometheus, selector, period=period)
     if series is not None:
         return SeriesFile(series, period)
+    if bench is not None:
+        return BenchmarkResult(bench)
     if log is not None:
         return LogSource(log)
-    raise SourceError("nothing to look at: give --metrics URL, --prometheus URL, --series FILE or --log FILE")
+    raise SourceError(
+        "nothing to look at: give --metrics URL, --prometheus URL, --series FILE, --bench FILE or --log FILE"
+    )
 
 
 def _progress() -> Callable[[float], None] | None:

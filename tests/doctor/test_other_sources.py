@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +12,14 @@ import pytest
 from live_prometheus import load_recording, needs_prometheus, prometheus
 from synthetic_server import Server
 
+from doctor.benchmark import BenchmarkResult
 from doctor.diagnose import Diagnosis, diagnose
 from doctor.exposition import record
 from doctor.logfile import parse_log
 from doctor.reading import Number
 from doctor.signals import SIGNALS
 from doctor.slo import DEFAULTS
-from doctor.sources import PrometheusSource, Scrapes
+from doctor.sources import PrometheusSource, Scrapes, SourceError
 
 BASE = Server()
 SLOW = {"itl": {0.35: 1000}, "queue_time": {8.0: 10}}
@@ -163,3 +165,95 @@ def test_a_spike_that_ignores_the_budget_is_told() -> None:
     assert "itl-spikes-outside-graphs" in ids(against(spiky, spiky, small, large))
     lower = replace(BASE, histograms={"itl": {0.03: 970, 0.25: 30}})
     assert "itl-spikes-outside-graphs" not in ids(against(lower, spiky, small, large))
+
+
+V1 = (
+    "INFO 11-29 14:05:{s:02d} [loggers.py:123] Engine 000: Avg prompt throughput: 20.0 tokens/s, "
+    "Avg generation throughput: 10.0 tokens/s, Running: 3 reqs, Waiting: 5 reqs, "
+    "GPU KV cache usage: 12.5%, Prefix cache hit rate: 40.0%\n"
+    "INFO 11-29 14:05:{s:02d} [metrics.py:96] SpecDecoding metrics: Mean acceptance length: 1.90, "
+    "Accepted throughput: 3.00 tokens/s, Drafted throughput: 10.00 tokens/s, Accepted: 30 tokens, "
+    "Drafted: 100 tokens, Per-position acceptance rate: 0.300, Avg Draft acceptance rate: 30.0%\n"
+)
+V0 = (
+    "WARNING 11-29 14:05:{s:02d} scheduler.py:1754] Sequence group 9 is preempted by "
+    "PreemptionMode.RECOMPUTE mode because there is not enough KV cache space. This can affect the "
+    "end-to-end performance. total_num_cumulative_preemption={s}\n"
+    "INFO 11-29 14:05:{s:02d} metrics.py:455] Avg prompt throughput: 20.0 tokens/s, Avg generation "
+    "throughput: 10.0 tokens/s, Running: 3 reqs, Swapped: 0 reqs, Pending: 5 reqs, GPU KV cache usage: "
+    "12.5%, CPU KV cache usage: 0.0%.\n"
+    "INFO 11-29 14:05:{s:02d} metrics.py:471] Prefix cache hit rate: GPU: 40.00%, CPU: 0.00%\n"
+    "INFO 11-29 14:05:{s:02d} metrics.py:477] Speculative metrics: Draft acceptance rate: 0.300, System "
+    "efficiency: 0.4, Number of speculative tokens: 4, Number of accepted tokens: {s}, Number of draft "
+    "tokens: {s}0, Number of emitted tokens: 9.\n"
+)
+
+
+def of_log(template: str) -> dict[str, float]:
+    log = "".join(template.format(s=second) for second in range(1, 52, 10))
+    evaluator = Scrapes(parse_log(log).scrapes, "log").observe(None, DEFAULTS).evaluator
+    values = {}
+    for name, signal in SIGNALS.items():
+        (reading,) = evaluator.read(signal).values()
+        if isinstance(reading, Number):
+            values[name] = reading.point
+    return values
+
+
+def test_the_lines_of_a_new_log_are_signals() -> None:
+    values = of_log(V1)
+    assert (values["running_mean"], values["waiting_mean"], values["kv_mean"]) == (3, 5, 0.125)
+    assert values["prefix_hit_rate"] == pytest.approx(0.4)
+    assert values["acceptance"] == pytest.approx(0.3)
+    assert values["generation_rate"] == pytest.approx(10.0, rel=0.01)
+
+
+def test_the_lines_of_an_old_log_are_signals() -> None:
+    values = of_log(V0)
+    assert (values["running_mean"], values["waiting_mean"], values["kv_mean"]) == (3, 5, 0.125)
+    # From second 11 on: the first scrape, before any line on drafts, lacks their counters and is left out.
+    assert values["preemptions"] == pytest.approx(40, rel=0.01)
+    assert values["acceptance"] == pytest.approx(0.1)
+
+
+RESULT: dict[str, Any] = {
+    "model_id": "m",
+    "num_prompts": 500,
+    "completed": 500,
+    "duration": 100.0,
+    "request_rate": 5.2,
+    "total_input_tokens": 100_000,
+    "total_output_tokens": 50_000,
+    "output_throughput": 500.0,
+    "mean_ttft_ms": 150.0,
+    "median_ttft_ms": 120.0,
+    "p99_ttft_ms": 400.0,
+    "median_itl_ms": 20.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, set()),
+        ({"request_rate": "inf"}, set()),
+        ({"completed": 40, "num_prompts": 40, "request_rate": 0.4}, {"invalid-measurement"}),
+        ({"completed": 480}, {"invalid-measurement"}),
+        ({"request_rate": 8.0}, {"invalid-measurement"}),
+        ({"duration": 5.0, "request_rate": "inf"}, {"invalid-measurement"}),
+    ],
+)
+def test_a_benchmark_is_judged_by_whether_it_can_be_relied_on(
+    changes: dict[str, Any], found: set[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({**RESULT, **changes}))
+    assert ids(diagnose(BenchmarkResult(path))) == found
+
+
+def test_another_file_is_no_benchmark(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    for text in ("{}", "[1]", "{", json.dumps({**RESULT, "duration": 0})):
+        path.write_text(text)
+        with pytest.raises(SourceError, match=r"--bench .*result\.json: "):
+            diagnose(BenchmarkResult(path))
