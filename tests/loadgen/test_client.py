@@ -48,7 +48,7 @@ def one(url: str, behaviour: str, tokens: int = 4, options: ClientOptions = INLI
     )
 
 
-@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("workers", [0, 1, 2, 4])
 def test_an_open_loop_sends_everything_at_its_time_and_never_early(url: str, workers: int) -> None:
     plan = schedule(Poisson(300.0), 60)
     run = run_schedule(url, plan, options=replace(INLINE, workers=workers))
@@ -283,6 +283,29 @@ def test_a_client_that_stood_still_says_when(url: str) -> None:
     at, length = max(run.client.stalls, key=lambda stall: stall[1])
     assert length >= 0.28
     assert at >= calls[1].elapsed - 0.05
+    assert any("stood still" in reason for reason in run.reasons)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks the worker up in /proc")
+def test_a_client_process_that_was_stopped_says_when(url: str) -> None:
+    """SIGSTOP for 300 ms, as a suspended virtual machine or a debugger does it."""
+    stopped_at: list[float] = []
+
+    def progress(counts: Progress) -> None:
+        if not stopped_at and counts.elapsed > 0:
+            children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text().split()
+            stopped_at.append(counts.elapsed)
+            os.kill(int(children[-1]), signal.SIGSTOP)
+            time.sleep(0.3)
+            os.kill(int(children[-1]), signal.SIGCONT)
+
+    run = run_schedule(
+        url, schedule(Constant(40.0), 60), progress=progress, options=replace(INLINE, workers=1)
+    )
+    assert run.verdict == "client_limited"
+    at, length = max(run.client.stalls, key=lambda stall: stall[1])
+    assert length >= 0.28
+    assert at >= stopped_at[0]
     assert any("stood still" in reason for reason in run.reasons)
 
 

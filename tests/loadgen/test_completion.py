@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recorded_exchange import DONE, HEAD, MS, delta, event, exchange, parse, planned, text, usage
+from recorded_exchange import DONE, HEAD, MS, delta, event, exchange, parse, planned, records, text, usage
 
 from loadgen.completion import _Delta, allot_tokens, parse_exchange
 from loadgen.record import Failure
@@ -82,12 +82,16 @@ def test_a_later_empty_chunk_is_a_token_whose_text_is_held_back() -> None:
 
 
 def test_four_tokens_a_chunk() -> None:
-    """4 tokens every 40 ms: inter-chunk 40 ms, TPOT 10 ms."""
+    """4 tokens every 40 ms: inter-chunk 40 ms, TPOT and ITL 10 ms."""
     parts = [(40 * k, text("wxyz", "length" if k == 5 else None)) for k in range(1, 6)]
     record = parse([*parts, (200, usage(20) + DONE)], max_tokens=20)
     assert record.chunk_tokens == (4, 4, 4, 4, 4)
     assert tpot(record) == pytest.approx(0.010)
     assert max_stall(record) == pytest.approx(0.040)
+    summary = records([record]).summary()
+    assert summary.distribution("itl").rank(0.5) == pytest.approx(0.010)
+    assert summary.distribution("itl").count == 16
+    assert summary.distribution("inter_chunk").rank(0.5) == pytest.approx(0.040)
 
 
 def test_uneven_chunks_are_weighed_by_their_text() -> None:
