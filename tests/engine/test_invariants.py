@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from reference_kv import ReferenceKV
 from scheduler_lab import Lab, shares
 
+from engine.kv_loading import KVLoading
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.step import StepPlan
 
@@ -194,6 +195,8 @@ def test_a_reference_without_hashes_or_links_takes_the_same_blocks(
     kv = scheduler.kv
     reference = ReferenceKV(kv.pool.num_blocks, kv.block_size, kv.enable_prefix_caching)
     scheduler.kv = reference  # type: ignore[assignment]
+    scheduler.loading = KVLoading(scheduler.kv, None)
+    scheduler.steady_path = False  # it asks for what the reference does not have
     other.lab.pool = reference.pool  # type: ignore[assignment]
     while not run.done:
         plan, expected = run.step(), other.step()
