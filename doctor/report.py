@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from doctor.finding import NOT_JUDGED, CannotTell, Diagnosis, Evidence, Finding, Prescription
+from doctor.reading import Missing
 
 _MARK = {"critical": "CRITICAL", "warning": "WARNING", "info": "INFO"}
 
@@ -121,7 +122,7 @@ def cannot_tell_lines(items: Sequence[CannotTell]) -> list[str]:
     """One line a reason, with the rules that it keeps from being judged."""
     groups: dict[str, dict[str, list[str]]] = {}
     for item in items:
-        reason = "; ".join(f"{missing.name}: {missing.why}" for missing in item.missing)
+        reason = _reason(item.missing)
         groups.setdefault(reason, {}).setdefault(item.id, []).append(item.instance)
     lines = []
     for reason, rules in groups.items():
@@ -129,6 +130,12 @@ def cannot_tell_lines(items: Sequence[CannotTell]) -> list[str]:
         where = f" (on {most} engines)" if most > 1 else ""
         lines.append(f"{', '.join(rules)}{where}: {reason}")
     return lines
+
+
+def _reason(missing: Sequence[Missing]) -> str:
+    """What is lacking; where another source would say, that alone, since nothing else decides without it."""
+    elsewhere = dict.fromkeys(item.why for item in missing if item.kind == "elsewhere")
+    return "; ".join(elsewhere or (f"{item.name}: {item.why}" for item in missing))
 
 
 def _plain(value: object) -> str:
