@@ -57,7 +57,8 @@ class Change:
             return text
         if min(self.before, self.after) <= 0:
             return text
-        return f"{text} ({(self.after / self.before - 1) * 100:+.0f} %)"
+        ratio = self.after / self.before
+        return f"{text} ({ratio:.2g} times)" if ratio > 10 else f"{text} ({(ratio - 1) * 100:+.0f} %)"
 
 
 @dataclass(frozen=True)
