@@ -27,7 +27,9 @@ LEAD_NS = 100_000_000
 """Between "all is ready" and the start: room to open the first connections."""
 _DIAL_AHEAD_NS = 500_000_000
 _SPARE = 32
-"""Connections that are kept open for requests to come, at least …"""
+"""Connections that are kept open for requests to come, at least. …"""
+_AT_START = 128
+"""Before the start there is time for this many; …"""
 _BURST_NS = 50_000_000
 """… and as many as are ever due within this time. Where the server falls behind, they grow with what is in
 flight: a connection that nobody needs costs a fifth of a millisecond to open, again and again as it ages."""
@@ -175,7 +177,8 @@ class Driver:
             horizon = monotonic_ns() + _DIAL_AHEAD_NS - self._log.start_ns
             while self._ahead < len(plan.requests) and plan.requests[self._ahead].offset_ns < horizon:
                 self._ahead += 1
-            wanted = min(self._ahead - self._next, max(self._spare, self._in_flight))
+            more = self._in_flight if self._begun else _AT_START
+            wanted = min(self._ahead - self._next, max(self._spare, more))
         if plan.concurrency is not None:
             wanted = min(wanted, plan.concurrency - self._in_flight)
         self._pool.prepare(wanted, _DIAL_AHEAD_NS, at_once)
