@@ -107,6 +107,8 @@ def compare(
                 found = compare_runs(saved_pairs(Path(a), Path(b)), split_metrics(metrics))
             else:
                 load.check()
+                if a == b and a.startswith(("http://", "https://")):
+                    fail(f"A and B are one server, {a}: each would find the other's prompts in its cache")
                 target = EitherTarget((a, b), api_key=api_key, log_dir=out / "logs" if out else None)
                 found = run_pairs(
                     target,

@@ -166,3 +166,9 @@ def test_a_load_must_be_given_for_live_servers(url: str) -> None:
     code, _, err = vtune(url, url)
     assert code == 2
     assert "give --rate" in err
+
+
+def test_a_server_is_not_compared_with_itself(url: str) -> None:
+    code, _, err = vtune(url, url, "--concurrency", 1, "--num-requests", 1)
+    assert code == 2
+    assert "are one server" in err
