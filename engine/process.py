@@ -131,11 +131,14 @@ def run_engine(channel_fd: int) -> int:
     except _ParentGone:
         os._exit(0)  # without waiting for threads
     except Exception as error:
+        # What is left is to say so and to end; a parent that goes meanwhile must not interrupt the end.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         expected, message = _explain(error)
         if not expected:
             traceback.print_exc()
         channel.sendall(encode(Failed(message, expected)))
         return 2 if expected else 1
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     return 0
 
 
