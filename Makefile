@@ -5,10 +5,10 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 OUT    ?= runs/demo
 DEMO_FLAGS ?= vtune serve bundled --max-num-batched-tokens 512 --max-num-seqs 16
-# A workload with prefix hits, drafts and preemptions, for the exact gate on what the engine does.
+# A workload with prefix hits and preemptions, for the exact gate on what the engine does.
 GATE := --workload shared-prefix --input-len 120 --output-len 12 --rate 8 --num-requests 16 \
 	--flags "vtune serve bundled --max-num-batched-tokens 96 --max-num-seqs 6 --max-model-len 256 \
-	--num-gpu-blocks-override 20 --speculative-config.method ngram --speculative-config.num_speculative_tokens 3"
+	--num-gpu-blocks-override 20"
 COUNTERS := benchmarks/baselines/counters.json
 
 .DEFAULT_GOAL := help

@@ -130,6 +130,11 @@ class ModelRunner:
             self.config = replace(config, device_memory=memory_of(device))
 
     @property
+    def kernels(self) -> str:
+        """What computes, e.g. NativeKernels: other kernels round otherwise."""
+        return type(self._kernels).__name__
+
+    @property
     def max_model_len(self) -> int:
         """The longest context that the model was made for."""
         return self.model_config.max_position_embeddings

@@ -98,6 +98,12 @@ def differences(baseline: Counters, now: Counters) -> list[Difference]:
                 "count the baseline anew with the same options"
             )
     same_place = dict(baseline.environment) == dict(now.environment)
+    if not same_place and baseline.flags.get("speculative_config"):
+        raise CountersError(
+            "with speculation the counters depend on the text, and that on the machine: the baseline was "
+            f"counted on {baseline.environment}, this is {now.environment}; count it here, or without "
+            "speculation"
+        )
     ignored = {"environment"} | ({"output_sha256"} if not same_place else set())
     return [
         Difference(field.name, getattr(baseline, field.name), getattr(now, field.name))

@@ -24,6 +24,7 @@ from typing import IO, Any
 from loadgen.driver import drive
 from loadgen.wire import Progress, WireLog, WirePlan
 
+NICENESS = -10
 READY = "ready"
 
 
@@ -138,8 +139,16 @@ def _allow_many_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def _go_first() -> None:
+    """Ahead of a server on the same cores, where that is permitted: the client needs a few per cent of one,
+    and what it is late by is measured as the server's."""
+    with contextlib.suppress(PermissionError):
+        os.nice(NICENESS)
+
+
 def main() -> int:
     _allow_many_connections()
+    _go_first()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
     # Unbuffered: the listening thread must not hold a buffer's lock when the interpreter shuts down.
     with open(0, "rb", buffering=0, closefd=False) as source, open(1, "wb", closefd=False) as to:

@@ -46,6 +46,7 @@ def count(model: str, flags: Mapping[str, Any], schedule: Schedule, steps_per_se
         from engine.llm import LLM
         from engine.model_error import ModelError
         from engine.request import SamplingParams
+        from engine.runner import ModelRunner
     except ImportError as error:
         raise CountersError(
             f"counting runs the bundled engine, and {error.name} is missing: pip install 'vtune-llm[engine]'"
@@ -71,7 +72,8 @@ def count(model: str, flags: Mapping[str, Any], schedule: Schedule, steps_per_se
     digest = hashlib.sha256()
     for answer in answers:
         digest.update(repr(answer.token_ids).encode())
-    stats = llm.core.scheduler.stats
+    stats, runner = llm.core.scheduler.stats, llm.core.runner
+    assert isinstance(runner, ModelRunner)
     return Counters(
         schedule_sha256=schedule.sha256,
         steps_per_second=steps_per_second,
@@ -93,9 +95,21 @@ def count(model: str, flags: Mapping[str, Any], schedule: Schedule, steps_per_se
             "capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
             "machine": platform.machine(),
+            "cpu": _cpu(),
+            "kernels": runner.kernels,
         },
         output_sha256=digest.hexdigest(),
     )
+
+
+def _cpu() -> str:
+    """The CPU's name, as the kernels choose their instructions by it; "" where the system does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
+    return next(names, "")
 
 
 def _prompt(token_ids: tuple[int, ...] | None) -> list[int]:
