@@ -56,15 +56,15 @@ void rotate(T* x, const float* cos, const float* sin, int half) {
     }
 }
 
-// A value into its place among those of the token beside it.
+// A value into its place among those of the token beside it, which another thread may be storing at this moment:
+// no byte of that one may be written, not even with what was there.
 inline void interleave(const float* v, Unit* units, int, int dim) { std::memcpy(units, v, dim * sizeof(float)); }
 inline void interleave(const bf16* v, Unit* units, int odd, int dim) {
-    const __m512i keep = _mm512_set1_epi32(odd ? 0x0000ffff : 0xffff0000);
+    const __mmask32 own = odd ? 0xaaaaaaaa : 0x55555555;
     for (int i = 0; i < dim; i += LANES) {
         __m512i value = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(v + i)));
         if (odd) value = _mm512_slli_epi32(value, 16);
-        const __m512i other = _mm512_and_si512(_mm512_loadu_si512(units + i), keep);
-        _mm512_storeu_si512(units + i, _mm512_or_si512(other, value));
+        _mm512_mask_storeu_epi16(units + i, own, value);
     }
 }
 
