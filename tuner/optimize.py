@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import optuna
 
 from loadgen.compare import compare
@@ -294,11 +295,18 @@ class Optimizer:
         if baseline is None or baseline.measurement is None or baseline.short is None:
             unmeasured = self.slo.resolve(lambda metric, cls: math.nan)
             return Criteria(self.slo, unmeasured, () if baseline is None else unmeasured)
+        whole, short = baseline.measurement, baseline.short
+
+        def worse(metric: str, cls: str | None) -> float:
+            """Of the baseline's short rung and its whole measurement, as either may lack the rare stalls."""
+            return float(np.fmax(short.value(metric, cls), whole.value(metric, cls)))
+
         return Criteria(
             self.slo,
-            self.slo.resolve(baseline.measurement.value),
-            self.slo.resolve(baseline.short.value),
+            self.slo.resolve(whole.value),
+            self.slo.resolve(worse),
             best.short if best else None,
+            best.measurement if best else None,
         )
 
     # The confirmation.

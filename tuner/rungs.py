@@ -19,11 +19,17 @@ MARGIN = 0.15
 
 
 def reason_to_stop(
-    short: Measurement, bounds: tuple[Bound, ...], objective: Objective, incumbent: Measurement | None
+    short: Measurement,
+    bounds: tuple[Bound, ...],
+    objective: Objective,
+    incumbent: Measurement | None,
+    whole: Measurement | None = None,
 ) -> str:
     """Why the longer rung is not worth its time; "" when it is.
 
-    ``incumbent``: the best config's short rung.
+    ``incumbent``: the best config's short rung; ``whole``: all of its measurement. About one gap in a hundred
+    stalls, so that a P99 is either that of stalls or that of steps: a short rung may show the one and the
+    whole the other, and then the short one puts nothing out of reach.
     """
     for bound in bounds:
         if proof := _missed(short, bound):
@@ -32,7 +38,8 @@ def reason_to_stop(
         return ""
     low = short.reading(objective.metric, objective.cls).low
     best = incumbent.reading(objective.metric, objective.cls)
-    if math.isnan(best.high) or not low > max(best.value * (1 + MARGIN), best.high):
+    known = best.value if whole is None else whole.reading(objective.metric, objective.cls).value
+    if math.isnan(best.high) or not low > max(best.value * (1 + MARGIN), best.high, known):
         return ""  # a best without an upper end of its interval may be worse than it looks
     at_least, has = (format_value(objective.metric, value) for value in (low, best.value))
     return f"out of reach: {objective.name} is at least {at_least} (95 %), the best so far has {has}"

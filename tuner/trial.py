@@ -58,6 +58,8 @@ class Criteria:
     short_bounds: tuple[Bound, ...] = ()
     incumbent: Measurement | None = None
     """The best config's short rung; None: every trial is measured in full."""
+    incumbent_whole: Measurement | None = None
+    """All of the best config's measurement."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,13 @@ class Attempt:
         if broken:
             return self.failed(broken, server.log_tail())
         short = measure(self.runs, criteria.slo)
-        reason = reason_to_stop(short, criteria.short_bounds, criteria.slo.objective, criteria.incumbent)
+        reason = reason_to_stop(
+            short,
+            criteria.short_bounds,
+            criteria.slo.objective,
+            criteria.incumbent,
+            criteria.incumbent_whole,
+        )
         if reason:
             return self._measured(server, "stopped", reason, short, short, criteria.short_bounds)
         broken = self._rung(server, rest, "load 2 of 2")

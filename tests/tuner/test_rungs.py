@@ -57,3 +57,11 @@ def test_an_incumbent_that_may_be_worse_than_it_looks_stops_nothing():
     measured = short(itl_p99=(0.2, 1000, 0.14, 0.3))
     assert reason_to_stop(measured, (), ITL, short(itl_p99=(0.1, 1000, 0.09, math.nan))) == ""
     assert reason_to_stop(measured, (), ITL, short(itl_p99=(0.1, 1000, 0.09, 0.15))) == ""
+
+
+def test_a_short_rung_without_the_stalls_of_the_whole_stops_nothing():
+    """The incumbent's short load met no stall and its whole measurement did: 24 ms, and 312."""
+    measured, best = short(itl_p99=(0.05, 1000, 0.045, 0.06)), short(itl_p99=(0.024, 1000, 0.02, 0.03))
+    assert reason_to_stop(measured, (), ITL, best).startswith("out of reach")
+    assert reason_to_stop(measured, (), ITL, best, short(itl_p99=(0.312, 3000, 0.3, 0.33))) == ""
+    assert reason_to_stop(measured, (), ITL, best, short(itl_p99=(0.025, 3000, 0.02, 0.03))) != ""
