@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -85,7 +86,7 @@ class Choice:
         self.finish_reason, self.stop_reason = piece.finish_reason, piece.stop_reason
 
 
-class Writer:
+class Writer(ABC):
     """Formats the answer to one HTTP request; subclasses know their endpoint's shapes."""
 
     prefix: ClassVar[str]
@@ -158,9 +159,9 @@ class Writer:
         """An event before a choice's first delta, if the endpoint has one."""
         return ""
 
+    @abstractmethod
     def _content(self, text: str) -> str:
         """The member of a chunk's choice that holds the text."""
-        raise NotImplementedError
 
     # ---------------------------------------------------------------- given whole
 
@@ -189,14 +190,15 @@ class Writer:
             **extra,
         }
 
+    @abstractmethod
     def _whole(self, text: str) -> dict[str, Any]:
         """The member of a choice that holds the whole text."""
-        raise NotImplementedError
 
     # ---------------------------------------------------------------- both
 
+    @abstractmethod
     def _logprobs(self, index: int, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        raise NotImplementedError
+        """The member of a choice that holds what each token's alternatives were worth."""
 
     def _token(self, token_id: int) -> str:
         if self._options.return_tokens_as_token_ids:
