@@ -6,23 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from llama_8b import CONFIG
 
 from doctor.diagnose import diagnose
 from doctor.sources import Scrapes
 from loadgen.arrivals import Poisson
 from loadgen.targets.simulated import SimulatedTarget
 from loadgen.workload import preset
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}
 
 
 @pytest.mark.parametrize(("seqs", "found"), [(8, True), (256, False)])

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from llama_8b import CONFIG
 
 from engine.calibrate import WAVES, RecordingRunner, calibrate, median_error
 from engine.config import EngineConfig
@@ -120,19 +121,7 @@ def test_json_there_and_back() -> None:
             StepTimes.from_json(text)
 
 
-LLAMA_8B = ModelConfig.from_hf(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-        "torch_dtype": "bfloat16",
-    }
-)
+LLAMA_8B = ModelConfig.from_hf({**CONFIG, "torch_dtype": "bfloat16"})
 
 
 def test_a_roofline_from_shapes_and_a_data_sheet() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from llama_8b import CONFIG
 
 from engine.config import GIB, ConfigError
 from engine.devices import DEVICES
@@ -14,18 +15,7 @@ from engine.simulate import TimedRequest, own_prompt
 from engine.step_times import StepTimes
 from engine.virtual import ACCEPTANCE, RESERVED, SimulatedServer, Simulation, on_device, on_times
 
-LLAMA_8B = ModelConfig.from_hf(
-    {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 128_256,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-    }
-)
+LLAMA_8B = ModelConfig.from_hf(CONFIG)
 
 
 def on(name: str, **flags: Any) -> Simulation:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import llama_8b
 import pytest
 from typer.testing import CliRunner
 
@@ -20,17 +21,7 @@ from loadgen.target import StartFailed
 from loadgen.targets.simulated import SimulatedTarget
 from loadgen.workload import Schedule, preset
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "_name_or_path": "some/llama-8b",
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}
+CONFIG = {**llama_8b.CONFIG, "_name_or_path": "some/llama-8b"}
 
 
 @pytest.fixture

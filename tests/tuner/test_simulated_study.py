@@ -7,19 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from llama_8b import CONFIG
 
 from tuner.command import Options, UsageError, make_target, new_job, run
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-}
 
 
 @pytest.fixture
