@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from doctor.options import assumptions, choose_source, stop
+from loadgen.options import with_options
 
 if TYPE_CHECKING:
     from doctor.compile import RuleCompiler
@@ -16,36 +18,41 @@ export_app = typer.Typer(
     no_args_is_help=True, help="Write the doctor's rules as Prometheus alerts, or its figures as a dashboard."
 )
 
-_Flags = Annotated[
-    str | None, typer.Option(help="The servers' command: 'vllm serve M …'. Rules on flags need it, or --log.")
-]
-_Log = Annotated[Path | None, typer.Option(help="A server's log: its flags.")]
-_Slo = Annotated[str | None, typer.Option(help="Your objectives: itl_p99<50ms,ttft_p95<300ms.")]
-_Assume = Annotated[list[str] | None, typer.Option(help="What metrics cannot show: shared-prefix=1000.")]
-_Selector = Annotated[str, typer.Option(help='Which series: \'job="vllm",namespace="prod"\'.')]
-_Window = Annotated[str | None, typer.Option(help="How far every rule looks back (default 5m).")]
-_Metrics = Annotated[str | None, typer.Option(help="A server whose metric names are used, by its /metrics.")]
-_Prometheus = Annotated[str | None, typer.Option(help="A Prometheus, whose metric names are used.")]
-_Series = Annotated[Path | None, typer.Option(help="A recording, whose metric names are used.")]
-_Version = Annotated[
-    str | None,
-    typer.Option(help="Instead: the metric names of this vLLM, such as 0.10.1 (newest by default)."),
-]
+
+@dataclass(frozen=True)
+class Exported:
+    """What the rules are made for. Their metric names are those of whatever is looked at, or of a version."""
+
+    flags: Annotated[
+        str | None,
+        typer.Option(help="The servers' command: 'vllm serve M …'. Rules on flags need it, or --log."),
+    ] = None
+    log: Annotated[Path | None, typer.Option(help="A server's log: its flags.")] = None
+    slo: Annotated[str | None, typer.Option(help="Your objectives: itl_p99<50ms,ttft_p95<300ms.")] = None
+    assume: Annotated[
+        list[str] | None, typer.Option(help="What metrics cannot show: shared-prefix=1000.")
+    ] = None
+    selector: Annotated[str, typer.Option(help='Which series: \'job="vllm",namespace="prod"\'.')] = ""
+    window: Annotated[str | None, typer.Option(help="How far every rule looks back (default 5m).")] = None
+    metrics: Annotated[
+        str | None, typer.Option(help="A server whose metric names are used, by its /metrics.")
+    ] = None
+    prometheus: Annotated[str | None, typer.Option(help="A Prometheus, whose metric names are used.")] = None
+    series: Annotated[Path | None, typer.Option(help="A recording, whose metric names are used.")] = None
+    vllm_version: Annotated[
+        str | None,
+        typer.Option(help="Instead: the metric names of this vLLM, such as 0.10.1 (newest by default)."),
+    ] = None
+
+    @property
+    def inside(self) -> str:
+        """The selector without its braces."""
+        return self.selector.strip().removeprefix("{").removesuffix("}").strip().rstrip(",")
 
 
 @export_app.command("alerts")
-def export_alerts(
-    flags: _Flags = None,
-    log: _Log = None,
-    slo: _Slo = None,
-    assume: _Assume = None,
-    selector: _Selector = "",
-    window: _Window = None,
-    metrics: _Metrics = None,
-    prometheus: _Prometheus = None,
-    series: _Series = None,
-    vllm_version: _Version = None,
-) -> None:
+@with_options
+def export_alerts(wanted: Exported) -> None:
     """Print a Prometheus rule file: an alert a playbook, and absent() alerts for what blinds them.
 
     Rules that hang on a flag nobody stated are named in a comment instead.
@@ -55,23 +62,12 @@ def export_alerts(
     from doctor.alerts import alert_rules
     from doctor.playbook import load_all
 
-    made = _compiler(flags, log, slo, assume, selector, window, metrics, prometheus, series, vllm_version)
-    typer.echo(alert_rules(load_all(), made).text(), nl=False)
+    typer.echo(alert_rules(load_all(), _compiler(wanted, wanted.inside)).text(), nl=False)
 
 
 @export_app.command("dashboard")
-def export_dashboard(
-    flags: _Flags = None,
-    log: _Log = None,
-    slo: _Slo = None,
-    assume: _Assume = None,
-    selector: _Selector = "",
-    window: _Window = None,
-    metrics: _Metrics = None,
-    prometheus: _Prometheus = None,
-    series: _Series = None,
-    vllm_version: _Version = None,
-) -> None:
+@with_options
+def export_dashboard(wanted: Exported) -> None:
     """Print a Grafana dashboard (JSON, to be imported): which rules hold, and the figures behind them.
 
     Example: vtune doctor export dashboard --prometheus http://prometheus:9090 > vtune-dashboard.json
@@ -81,26 +77,12 @@ def export_dashboard(
     from doctor.dashboard import INSTANCES, dashboard
     from doctor.playbook import load_all
 
-    inside = selector.strip().removeprefix("{").removesuffix("}").strip().rstrip(",")
-    own = ",".join(filter(None, [inside, INSTANCES]))
-    made = _compiler(flags, log, slo, assume, own, window, metrics, prometheus, series, vllm_version, inside)
-    typer.echo(json.dumps(dashboard(load_all(), made), indent=2))
+    own = ",".join(filter(None, [wanted.inside, INSTANCES]))
+    typer.echo(json.dumps(dashboard(load_all(), _compiler(wanted, own)), indent=2))
 
 
-def _compiler(
-    flags: str | None,
-    log: Path | None,
-    slo: str | None,
-    assume: list[str] | None,
-    selector: str,
-    window: str | None,
-    metrics: str | None,
-    prometheus: str | None,
-    series: Path | None,
-    version: str | None,
-    asked: str | None = None,
-) -> RuleCompiler:
-    """``asked``: the selector for looking at the Prometheus, where it is not the exported one."""
+def _compiler(wanted: Exported, selector: str) -> RuleCompiler:
+    """``selector``: what the exported rules select; a Prometheus is looked at with the one asked for."""
     from doctor.export import compiler
     from doctor.logfile import read_log
     from doctor.period import seconds
@@ -108,20 +90,20 @@ def _compiler(
     from loadgen.flags import FlagError, parse_command
     from loadgen.slo import SloError
 
-    selector = selector.strip().removeprefix("{").removesuffix("}").strip().rstrip(",")
     try:
-        looked_at = prometheus is not None or metrics is not None or series is not None
-        where = (selector if asked is None else asked) if prometheus is not None else ""
-        source = choose_source(metrics, prometheus, series, None, where) if looked_at else None
+        sources = (wanted.metrics, wanted.prometheus, wanted.series)
+        where = wanted.inside if wanted.prometheus is not None else ""
+        looked_at = any(given is not None for given in sources)
+        source = choose_source(*sources, None, where) if looked_at else None
         return compiler(
             source,
-            parse_command(flags).flags if flags is not None else None,
-            slo,
-            log=read_log(log) if log is not None else None,
-            assume=assumptions(assume or []),
-            window=None if window is None else seconds(window),
+            parse_command(wanted.flags).flags if wanted.flags is not None else None,
+            wanted.slo,
+            log=read_log(wanted.log) if wanted.log is not None else None,
+            assume=assumptions(wanted.assume or []),
+            window=None if wanted.window is None else seconds(wanted.window),
             selector=selector,
-            version=version,
+            version=wanted.vllm_version,
         )
     except FlagError as error:
         stop(f"--flags: {error}")

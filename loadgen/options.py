@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -362,12 +362,12 @@ class Connection:
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace every parameter of ``command`` that is a :class:`Load` or a :class:`Connection` by that
-    class's fields, each an option."""
+    """Replace every parameter of ``command`` that is a dataclass, such as :class:`Load`, by its fields, each
+    an option."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, tuple[type, list[str]]] = {}
     for own in inspect.signature(command, eval_str=True).parameters.values():
-        if own.annotation in (Load, Connection):
+        if isinstance(own.annotation, type) and is_dataclass(own.annotation):
             options = _options_of(own.annotation)
             groups[own.name] = (own.annotation, [option.name for option in options])
             parameters += options
