@@ -16,8 +16,8 @@ from engine.kv_cache import KVCacheManager
 from engine.kv_loading import KVLoading
 from engine.kv_offload import HostOffload
 from engine.request import Request, RequestStatus
+from engine.roster import Roster
 from engine.settle import settle
-from engine.stats import SchedulerStats
 from engine.steady import append_tokens, drop_ended, land_tokens, plan_decodes, plan_decodes_ahead
 from engine.step import (
     PLACEHOLDER_TOKEN_ID,
@@ -56,7 +56,7 @@ class _Step:
     """... and was mid-prefill when the step began."""
 
 
-class UnifiedScheduler:
+class UnifiedScheduler(Roster):
     """vLLM V1's scheduler. ``schedule()``, run the plan, ``update()``; the same again.
 
     ``config.max_model_len`` is resolved, and ``num_blocks`` includes the null block. A request that can
@@ -64,17 +64,9 @@ class UnifiedScheduler:
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> None:
-        assert config.max_model_len is not None
-        self.config = config
-        self.max_model_len = config.max_model_len
-        self.kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        kv = KVCacheManager(num_blocks, config.block_size, config.enable_prefix_caching)
+        super().__init__(config, kv, make_queue(config.scheduling_policy))
         self.loading = KVLoading(self.kv, HostOffload(self.kv, num_host_blocks) if num_host_blocks else None)
-        self.running: list[Request] = []
-        """In order of admission; never sorted."""
-        self.waiting = make_queue(config.scheduling_policy)
-        self.stats = SchedulerStats()
-        self._requests: dict[str, Request] = {}
-        self._num_steps = 0
         drafts_ahead = config.num_speculative_tokens if config.async_scheduling else 0
         self.steady_path = not (config.num_lookahead_tokens or drafts_ahead)
         """False leaves all to the rule loop, which decides the same and takes longer."""
@@ -84,23 +76,6 @@ class UnifiedScheduler:
         speculative = config.speculative_config
         self._drops_last_hit = speculative is not None and speculative.method == "eagle"
         self._max_drafting = config.max_drafting
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._requests)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the KV blocks in use, 0..1. Cached blocks that nobody holds are not in use."""
-        return self.kv.pool.usage
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises ValueError for one that could never finish, or an id in use."""

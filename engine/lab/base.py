@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from engine.config import EngineConfig
 from engine.kv_cache import KVCacheManager
 from engine.request import Request, RequestStatus
-from engine.stats import SchedulerStats
+from engine.roster import Roster
 from engine.step import AdmissionStop, RequestOutput, Rows, StepOutput, StepPlan, StepResult
-from engine.waiting import FCFSQueue, WaitingQueue
+from engine.waiting import FCFSQueue
 
 
-class LabScheduler(ABC):
+class LabScheduler(Roster, ABC):
     """A scheduler of plain loops. First come, first served; a prompt is computed whole, in one step; no
     drafts.
 
@@ -22,33 +22,8 @@ class LabScheduler(ABC):
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, enable_prefix_caching: bool) -> None:
-        assert config.max_model_len is not None
-        self.config = config
-        self.max_model_len = config.max_model_len
-        self.kv = KVCacheManager(num_blocks, config.block_size, enable_prefix_caching)
-        self.running: list[Request] = []
-        """In order of admission."""
-        self.waiting: WaitingQueue = FCFSQueue()
-        self.stats = SchedulerStats()
-        self._requests: dict[str, Request] = {}
-        self._num_steps = 0
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self._requests)
-
-    @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the KV blocks in use, 0..1."""
-        return self.kv.pool.usage
+        kv = KVCacheManager(num_blocks, config.block_size, enable_prefix_caching)
+        super().__init__(config, kv, FCFSQueue())
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises ValueError for one that could never finish, or an id in use."""
