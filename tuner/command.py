@@ -35,7 +35,7 @@ from tuner.outcome import Outcome
 from tuner.report import Facts, write_report
 from tuner.slo import parse_slo
 from tuner.space import SPECULATION, Config, SpaceError, build_space, effective
-from tuner.study import StudyError, open_storage, open_study
+from tuner.storage import StorageError, open_storage, open_study
 from tuner.trial import Bench, SetupFailed
 
 RUNS = Path("vtune-runs")
@@ -52,7 +52,7 @@ _EXPECTED = (
     SloError,
     SpaceError,
     JobError,
-    StudyError,
+    StorageError,
     FlagError,
     SetupFailed,
     WorkloadError,

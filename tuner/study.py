@@ -49,10 +49,6 @@ MAX_DEATHS = 1
 """A config in the middle of which more processes than this died is taken for one that does not serve."""
 
 
-class StudyError(Exception):
-    """The storage or the study cannot be used. The message says what to do."""
-
-
 @dataclass(frozen=True)
 class Proposal:
     """A config to be measured; it is told exactly once."""
@@ -64,24 +60,6 @@ class Proposal:
     @property
     def number(self) -> int:
         return self.trial.number
-
-
-def open_storage(url: str) -> optuna.storages.BaseStorage:
-    """The storage behind an RDB URL such as ``sqlite:///studies.db``. Raises StudyError."""
-    try:
-        return optuna.storages.RDBStorage(url)
-    except Exception as error:  # SQLAlchemy, the driver or Alembic, each with errors of its own
-        cause = str(error).strip().splitlines()[0]
-        raise StudyError(
-            f"--storage {url}: cannot be opened ({cause}). Give e.g. sqlite:///studies.db."
-        ) from None
-
-
-def open_study(storage: optuna.storages.BaseStorage, name: str, objective: Objective) -> optuna.Study:
-    """Create the study, or load it where it exists."""
-    return optuna.create_study(
-        storage=storage, study_name=name, direction=objective.direction, load_if_exists=True
-    )
 
 
 class Study:

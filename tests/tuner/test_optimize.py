@@ -12,7 +12,8 @@ from tuner.job import Job
 from tuner.observer import Observer
 from tuner.optimize import MAX_FAILURES, Optimizer
 from tuner.slo import parse_slo
-from tuner.study import BASELINE, open_study
+from tuner.storage import open_study
+from tuner.study import BASELINE
 from tuner.trial import Bench, SetupFailed
 
 

@@ -15,7 +15,7 @@ from tuner.observer import Observer
 from tuner.optimize import Optimizer
 from tuner.report import figures, write_report
 from tuner.slo import parse_slo
-from tuner.study import open_study
+from tuner.storage import open_study
 from tuner.trial import Bench
 
 

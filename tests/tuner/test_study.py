@@ -8,7 +8,8 @@ from optuna.trial import TrialState
 from tuner.result import SERVES, Measurement, Reading, TrialResult
 from tuner.slo import PRESETS
 from tuner.space import THRESHOLD, build_space, effective
-from tuner.study import BASELINE, RULE, Study, StudyError, describe_changes, open_storage, open_study
+from tuner.storage import StorageError, open_storage, open_study
+from tuner.study import BASELINE, RULE, Study, describe_changes
 
 SLO = PRESETS["itl"]
 DEFAULTS = effective({}, "bundled")
@@ -251,7 +252,7 @@ def test_importances_of_too_few_trials_are_empty(storage):
 
 @pytest.mark.parametrize("url", ["nonsense", "sqlite:////nowhere/at/all.db", "mysql://x/y"])
 def test_a_storage_that_cannot_be_opened(url):
-    with pytest.raises(StudyError, match="--storage"):
+    with pytest.raises(StorageError, match="--storage"):
         open_storage(url)
 
 
