@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 from loadgen.slo import COUNTS, Bound, name_of
+from tuner.findings import TrialFinding
 from tuner.slo import Objective
 
 Status = Literal["measured", "stopped", "failed", "refused", "duplicate", "interrupted"]
@@ -78,6 +79,10 @@ class TrialResult:
     preemptions: int | None = None
     records: tuple[str, ...] = ()
     """Files with every request of the trial, relative to the output directory."""
+    findings: tuple[TrialFinding, ...] = ()
+    """The doctor's, on the trial's scrapes; causes first."""
+    unexamined: str = ""
+    """Why the doctor could not judge the scrapes of a trial that served."""
 
     @property
     def feasible(self) -> bool:
@@ -105,7 +110,8 @@ class TrialResult:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         parts = {key: data[key] and Measurement.from_json(data[key]) for key in ("measurement", "short")}
-        return cls(**{**data, **parts, "records": tuple(data["records"])})
+        findings = tuple(map(TrialFinding.from_json, data.get("findings", ())))
+        return cls(**{**data, **parts, "records": tuple(data["records"]), "findings": findings})
 
 
 def without_nan(item: Any) -> Any:

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from doctor.defaults import Engine
 from loadgen.probe import Unreachable
 from loadgen.record import Records
 from loadgen.slo import Bound
 from loadgen.target import OpenTarget, Target, TargetFailed
 from loadgen.workload import Schedule
+from tuner.findings import examine
 from tuner.interrupts import Interrupts
 from tuner.load import Load, span
 from tuner.measure import Run, measure
@@ -71,6 +73,8 @@ class Bench:
     interrupts: Interrupts
     out: Path
     """Where records are written."""
+    engine: Engine = "vllm"
+    """Whose flags and metrics the doctor reads."""
 
     def run(self, server: OpenTarget, schedule: Schedule) -> Records:
         """One load. Raises RunFailed, KeyboardInterrupt, and Stuck when it takes far too long."""
@@ -164,12 +168,12 @@ class Attempt:
             criteria.incumbent_whole,
         )
         if reason:
-            return self._measured(server, "stopped", reason, short, short, criteria.short_bounds)
+            return self._measured(server, "stopped", reason, short, short, criteria)
         broken = self._rung(server, rest, "load 2 of 2")
         if broken:
             return self.failed(broken, server.log_tail())
         whole = measure(self.runs, criteria.slo)
-        return self._measured(server, "measured", "", short, whole, criteria.bounds)
+        return self._measured(server, "measured", "", short, whole, criteria)
 
     def _rung(self, server: OpenTarget, schedule: Schedule, what: str) -> str:
         """Run one rung; returns what is wrong with the server, "" for nothing."""
@@ -191,11 +195,13 @@ class Attempt:
         reason: str,
         short: Measurement,
         measurement: Measurement,
-        bounds: tuple[Bound, ...],
+        criteria: Criteria,
     ) -> TrialResult:
-        figures = read_figures(
-            [scrape for run in self.runs for scrape in run.records.scrapes], server.log_tail(200)
-        )
+        bounds = criteria.short_bounds if status == "stopped" else criteria.bounds
+        scrapes = [scrape for run in self.runs for scrape in run.records.scrapes]
+        figures = read_figures(scrapes, server.log_tail(200))
+        given = {flag: value for flag, value in self.proposal.config.items() if value is not None}
+        findings, unexamined = examine(scrapes, given, criteria.slo.bounds, self.bench.engine)
         return self._result(
             status,
             reason,
@@ -205,6 +211,8 @@ class Attempt:
             kv_tokens=figures.kv_tokens,
             peak_running=figures.peak_running,
             preemptions=figures.preemptions,
+            findings=findings,
+            unexamined=unexamined,
         )
 
     def _result(self, status: Status, reason: str, **parts: Any) -> TrialResult:

@@ -1,0 +1,77 @@
+"""What the doctor says of a trial: every rule judged on the trial's own scrapes and flags."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from doctor.defaults import Engine
+from doctor.diagnose import diagnose
+from doctor.finding import Finding
+from doctor.playbook import PlaybookError
+from doctor.slo import Slo as Objectives
+from doctor.slo import parse_slo as parse_objectives
+from doctor.sources import Scrapes, SourceError
+from loadgen.slo import Bound, family_of
+
+JUDGED = ("itl", "tpot", "ttft")
+"""Families of latency that the doctor has objectives for."""
+
+
+@dataclass(frozen=True)
+class TrialFinding:
+    """One rule that held while a trial was loaded; what of the doctor's finding a study keeps."""
+
+    id: str
+    """The playbook's: see ``vtune playbook show ID``."""
+    severity: str
+    """info, warning or critical."""
+    title: str
+    evidence: Mapping[str, float]
+    """Signal -> value, in the signal's unit (seconds, a share, tokens, …)."""
+    prescriptions: tuple[Mapping[str, Any], ...] = ()
+    """New values of flags, in the order in which the playbook gives them; None drops a flag."""
+    suppressed_by: str | None = None
+    """The finding that explains this one."""
+
+    @classmethod
+    def of(cls, finding: Finding) -> Self:
+        return cls(
+            id=finding.id,
+            severity=finding.severity,
+            title=finding.title,
+            evidence={item.signal: item.value for item in finding.evidence},
+            prescriptions=tuple(dict(p.changes) for p in finding.prescriptions if p.changes),
+            suppressed_by=finding.suppressed_by,
+        )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        return cls(**{**data, "prescriptions": tuple(data["prescriptions"])})
+
+
+def examine(
+    scrapes: Sequence[tuple[int, str]],
+    flags: Mapping[str, Any],
+    bounds: Sequence[Bound] = (),
+    engine: Engine = "vllm",
+) -> tuple[tuple[TrialFinding, ...], str]:
+    """(findings, causes first; why there are none where the scrapes cannot be judged, else "").
+
+    ``scrapes``: (unix ms, exposition text) of the whole trial. ``flags``: those that the server runs with.
+    ``bounds``: the SLO's; what the doctor has no objective for is left out, and where it has none of them
+    its own lenient defaults count.
+    """
+    try:
+        source = Scrapes(sorted(dict(scrapes).items()), "trial")
+        found = diagnose(source, flags, objectives(bounds), engine=engine)
+    except (SourceError, PlaybookError) as error:
+        return (), str(error)
+    return tuple(TrialFinding.of(finding) for finding in found.findings), ""
+
+
+def objectives(bounds: Sequence[Bound]) -> Objectives:
+    """The bounds that the doctor can judge. Those of one class are left out: a server's metrics have none."""
+    judged = [b for b in bounds if b.cls is None and family_of(b.metric) in JUDGED]
+    return parse_objectives(",".join(f"{b.metric}<{b.limit!r}s" for b in judged) or None)
