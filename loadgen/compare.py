@@ -136,8 +136,13 @@ def compare(
     time_limit: float | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     stop: threading.Event | None = None,
+    b_schedule_for: Callable[[int], Schedule] | None = None,
+    restart: bool = False,
 ) -> Comparison:
     """Run configs ``a`` and ``b`` in pairs, one pair a seed, in the order AB BA AB …, and compare them.
+
+    ``b_schedule_for``: another load for side B, where the load itself is what is compared (half the rate, the
+    shared part of prompts first). ``restart``: a server of its own for every run.
 
     ``together``: both servers stay up and are loaded in turn. None: if the target allows it and both fit;
     else they are restarted in turn, which takes a start a pair. ``time_limit`` in seconds: no pair is begun
@@ -161,16 +166,17 @@ def compare(
                 records.summary(bounds).value(name, cls)
         return records
 
-    with _Sides(target, {"a": a, "b": b}, together) as sides:
+    with _Sides(target, {"a": a, "b": b}, together, restart) as sides:
         for index, seed in enumerate(seeds):
             elapsed = time.monotonic() - began
             if index >= 2 and time_limit is not None and elapsed * (index + 1) / index > time_limit:
                 break
             first, second = _ABBA[index % 2]
             schedule = schedule_for(seed)
-            runs = {first: run(sides, first, schedule, 2 * index)}
+            loads = {"a": schedule, "b": b_schedule_for(seed) if b_schedule_for else schedule}
+            runs = {first: run(sides, first, loads[first], 2 * index)}
             if not stop.is_set():
-                runs[second] = run(sides, second, schedule, 2 * index + 1)
+                runs[second] = run(sides, second, loads[second], 2 * index + 1)
             if stop.is_set():
                 break
             pairs.append(Pair(seed, runs["a"], runs["b"]))
@@ -178,7 +184,9 @@ def compare(
     if len(pairs) < len(seeds):
         why = "interrupted" if stop.is_set() else "out of time"
         notes.append(f"{why} after {len(pairs)} of {len(seeds)} pairs")
-    result = compare_runs(pairs, metrics, bounds=bounds, confidence=confidence)
+    result = compare_runs(
+        pairs, metrics, bounds=bounds, confidence=confidence, one_load=b_schedule_for is None
+    )
     return replace(result, a=dict(a), b=dict(b), together=sides.together, notes=(*notes, *result.notes))
 
 
@@ -188,10 +196,14 @@ def compare_runs(
     *,
     bounds: Sequence[Bound] = (),
     confidence: float = 0.95,
+    one_load: bool = True,
 ) -> Comparison:
-    """Compare runs that exist, e.g. saved ones. Raises Incomparable, and KeyError for an unknown metric."""
+    """Compare runs that exist, e.g. saved ones. ``one_load``: both sides must have sent the same.
+
+    Raises Incomparable, and KeyError for an unknown metric.
+    """
     for pair in pairs:
-        _check(pair, pairs[0])
+        _check(pair, pairs[0], one_load)
     notes = _invalidating(pairs)
     summaries = [(pair.a.summary(bounds), pair.b.summary(bounds)) for pair in pairs]
     rows = _rows(summaries, metrics, confidence) if pairs else ()
@@ -270,9 +282,14 @@ class _Sides:
     """The two configs, both open at once or one after the other."""
 
     def __init__(
-        self, target: Target, configs: Mapping[Side, Mapping[str, Any]], together: bool | None
+        self,
+        target: Target,
+        configs: Mapping[Side, Mapping[str, Any]],
+        together: bool | None,
+        restart: bool,
     ) -> None:
-        self.together = not target.exclusive if together is None else together
+        self.together = not restart and (not target.exclusive if together is None else together)
+        self._restart = restart
         self.note = ""
         self._target, self._configs = target, configs
         self._open: dict[Side, tuple[ExitStack, OpenTarget]] = {}
@@ -297,7 +314,7 @@ class _Sides:
         self._close()
 
     def run(self, side: Side, schedule: Schedule, stop: threading.Event) -> Records:
-        if side not in self._open:
+        if self._restart or side not in self._open:
             self._close()
             self._start(side)
         try:
@@ -322,10 +339,10 @@ class _Sides:
                 all_of_them.push(self._open.popitem()[1][0])
 
 
-def _check(pair: Pair, first: Pair) -> None:
+def _check(pair: Pair, first: Pair, one_load: bool) -> None:
     """Raise Incomparable unless all runs were of one kind."""
     where = f"the runs of seed {pair.seed}"
-    if pair.a.schedule_sha256 != pair.b.schedule_sha256:
+    if one_load and pair.a.schedule_sha256 != pair.b.schedule_sha256:
         raise Incomparable(
             f"{where} sent different schedules: A {pair.a.schedule} ({pair.a.schedule_sha256[:12]}), "
             f"B {pair.b.schedule} ({pair.b.schedule_sha256[:12]}). Measure both with one workload and seed"

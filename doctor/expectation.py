@@ -1,0 +1,170 @@
+"""What a cure is expected to do, in words that can be judged, and what paired runs say about it.
+
+An expectation begins with one of these; what follows is for people:
+
+    falls | rises         the interval excludes "no change", and the change counts (5 %, tails 15 %)
+    -50% | -50% to -75%   the same, and the least of these is within the interval
+    +10%                  no rise beyond it is proven
+    0 | towards 0         none is left, or the interval excludes a fall by less than half
+    0.7 to 0.9            where it ends, on average
+    unchanged             the interval lies within 10 %
+    may …                 a price that is named, not a promise: never judged
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy.special import stdtrit
+
+from loadgen.paired import floor_of, paired_effect
+
+Outcome = Literal["met", "missed", "open", "allowed"]
+"""``open``: the interval decides neither way. ``allowed``: nothing was promised."""
+Kind = Literal["falls", "rises", "by", "at most", "none", "range", "unchanged", "may"]
+_SAME = 0.10
+_HALF = 0.5
+_PERCENT = r"([+-]?\d+(?:\.\d+)?)\s?%"
+_NUMBER = r"(\d+(?:\.\d+)?)"
+_FORMS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+    ("may", re.compile(r"may\b")),
+    ("unchanged", re.compile(r"unchanged\b")),
+    ("by", re.compile(rf"{_PERCENT}(?: to {_PERCENT})?")),
+    ("range", re.compile(rf"{_NUMBER} to {_NUMBER}")),
+    ("none", re.compile(r"(?:towards )?0\b")),
+    ("falls", re.compile(r"falls?\b")),
+    ("rises", re.compile(r"rises?\b")),
+)
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """``low`` and ``high``: of a range, or the least and the most change as ratios."""
+
+    text: str
+    kind: Kind
+    low: float = math.nan
+    high: float = math.nan
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure over paired runs: means, and the ratio B/A with its interval (nan: there is none)."""
+
+    a: float
+    b: float
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+
+    @property
+    def percent(self) -> str:
+        """``-63 % [-71, -52]``; where there is no ratio, both values."""
+        if math.isnan(self.ratio):
+            return f"{self.a:.3g} -> {self.b:.3g}"
+        low, high = (f"{100 * (edge - 1):+.0f}" if edge < 100 else "∞" for edge in (self.low, self.high))
+        size = f"{100 * (self.ratio - 1):+.0f} %" if self.ratio < 10 else f"{self.ratio:.1f} times"
+        return f"{size} [{low}, {high}]"
+
+
+def parse_expectation(text: str) -> Expectation:
+    """Raises ValueError where the text begins with none of the known forms."""
+    for kind, form in _FORMS:
+        if match := form.match(text):
+            return _made(text, kind, [float(group) for group in match.groups() if group is not None])
+    raise ValueError(f"{text!r} cannot be judged: begin with falls, rises, -50%, +10%, 0, unchanged or may")
+
+
+def _made(text: str, kind: Kind, numbers: Sequence[float]) -> Expectation:
+    if kind == "range":
+        return Expectation(text, kind, *numbers)
+    if kind != "by":
+        return Expectation(text, kind)
+    ratios = sorted(1 + number / 100 for number in numbers)
+    if ratios[-1] > 1:
+        return Expectation(text, "at most", high=ratios[-1])
+    return Expectation(text, "by", ratios[0], ratios[-1])
+
+
+def change(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Change:
+    """Paired values of the two sides. Counts and shares may be 0: then the differences are compared, with
+    the mean of side A as the unit, in place of the ratios."""
+    if not a or not all(map(math.isfinite, (*a, *b))):
+        nan = math.nan
+        return Change(_mean(a), _mean(b), nan, nan, nan, len(a))
+    if min(*a, *b) > 0:
+        effect = paired_effect(a, b, confidence)
+        return Change(effect.a, effect.b, effect.ratio, effect.low, effect.high, effect.pairs)
+    mean_a, mean_b = float(np.mean(a)), float(np.mean(b))
+    if mean_a <= 0:
+        return Change(mean_a, mean_b, math.nan, math.nan, math.nan, len(a))
+    differences = (np.asarray(b) - np.asarray(a)) / mean_a
+    if len(a) == 1:
+        return Change(mean_a, mean_b, 1 + float(differences[0]), 0.0, math.inf, 1)
+    error = float(differences.std(ddof=1)) / math.sqrt(len(a))
+    margin = float(stdtrit(len(a) - 1, (1 + confidence) / 2)) * error
+    middle = 1 + float(differences.mean())
+    return Change(mean_a, mean_b, middle, max(0.0, middle - margin), middle + margin, len(a))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if values else math.nan
+
+
+def judge(expected: Expectation, figure: str, seen: Change) -> Outcome:
+    """Whether ``seen`` is what was expected of ``figure``."""
+    if expected.kind == "may":
+        return "allowed"
+    if expected.kind == "range":
+        return "open" if math.isnan(seen.b) else "met" if expected.low <= seen.b <= expected.high else "missed"
+    if expected.kind == "none" and seen.b == 0:
+        return "met"
+    if math.isnan(seen.ratio):
+        return _without_ratio(expected, seen)
+    floor = floor_of(figure)
+    match expected.kind:
+        case "falls":
+            return _moved(seen.ratio, seen.low, seen.high, floor)
+        case "rises":
+            return _risen(seen, floor)
+        case "by":
+            moved = _moved(seen.ratio, seen.low, seen.high, floor)
+            return "missed" if moved == "met" and seen.low > expected.high else moved
+        case "at most":
+            return "missed" if seen.low > expected.high else "met" if seen.high <= expected.high else "open"
+        case "none":
+            return "met" if seen.high < _HALF else "missed" if seen.low > _HALF else "open"
+        case _:
+            inside = 1 - _SAME <= seen.low and seen.high <= 1 + _SAME
+            outside = seen.low > 1 + _SAME or seen.high < 1 - _SAME
+            return "met" if inside else "missed" if outside else "open"
+
+
+def _moved(ratio: float, low: float, high: float, floor: float) -> Outcome:
+    """A fall is shown, excluded, or neither."""
+    if high < 1 and ratio < 1 - floor:
+        return "met"
+    return "missed" if low > 1 - floor else "open"
+
+
+def _risen(seen: Change, floor: float) -> Outcome:
+    if seen.low > 1 and seen.ratio > 1 + floor:
+        return "met"
+    return "missed" if seen.high < 1 + floor else "open"
+
+
+def _without_ratio(expected: Expectation, seen: Change) -> Outcome:
+    """Side A had none of it: nothing can fall, and whatever there is has risen."""
+    if math.isnan(seen.a) or math.isnan(seen.b) or seen.pairs == 0:
+        return "open"
+    if expected.kind == "rises":
+        return "met" if seen.b > 0 else "missed"
+    if expected.kind in ("unchanged", "at most"):
+        return "met" if seen.b == 0 else "missed"
+    return "missed"
