@@ -84,6 +84,12 @@ def optimize(
     seed: Annotated[
         int | None, typer.Option(min=0, max=MAX_SEED, help="Of the load and of the search. [0]")
     ] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(
+            help="Who decides what to try: auto, tpe, random, or staircase (a knob at a time). [auto]"
+        ),
+    ] = None,
     study: Annotated[
         str | None, typer.Option(help="The study's name; an existing one is resumed. [made from the time]")
     ] = None,
@@ -144,6 +150,7 @@ def optimize(
         fix=None if not fix else tuple(name.lstrip("-").replace("-", "_") for name in fix),
         vary=tuple(vary) if vary else None,
         seed=seed,
+        strategy=strategy,
         study=study,
         storage=storage,
         out=out,

@@ -36,6 +36,7 @@ from tuner.report import Facts, write_report
 from tuner.slo import parse_slo
 from tuner.space import SPECULATION, Config, SpaceError, build_space, effective
 from tuner.storage import StorageError, open_storage, open_study
+from tuner.strategy import STRATEGIES
 from tuner.trial import Bench, SetupFailed
 
 RUNS = Path("vtune-runs")
@@ -79,6 +80,7 @@ class Options:
     fix: tuple[str, ...] | None = None
     vary: tuple[str, ...] | None = None
     seed: int | None = None
+    strategy: str | None = None
     study: str | None = None
     storage: str | None = None
     out: Path | None = None
@@ -173,7 +175,10 @@ def new_job(options: Options) -> Job:
         fix=tuple(options.fix or ()),
         vary=_vary(options.vary or ()),
         seed=options.seed or 0,
+        strategy=options.strategy or "auto",
     )
+    if job.strategy not in ("auto", *STRATEGIES):
+        raise UsageError(f"--strategy {job.strategy}: unknown. Known: auto, {', '.join(STRATEGIES)}.")
     if job.simulated and SPECULATION not in job.vary:  # how many drafts are accepted, only real text can say
         job = replace(job, fix=tuple(dict.fromkeys((*job.fix, SPECULATION))))
     _check_target(job)

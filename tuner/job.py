@@ -41,6 +41,8 @@ class Job:
     fix: tuple[str, ...] = ()
     vary: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     seed: int = 0
+    strategy: str = "auto"
+    """Who decides what to try (see tuner.strategy)."""
 
     @property
     def server(self) -> str:
@@ -62,6 +64,6 @@ class Job:
         """Raises JobError for a study that another version made."""
         if data.get("schema") != SCHEMA:
             raise JobError(f"the study's schema is {data.get('schema')!r}, this version reads {SCHEMA!r}")
-        values = {f.name: data[f.name] for f in fields(cls)}
+        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         vary = {flag: None if items is None else tuple(items) for flag, items in values["vary"].items()}
         return cls(**{**values, "fix": tuple(values["fix"]), "vary": vary})

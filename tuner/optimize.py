@@ -23,6 +23,7 @@ from tuner.result import TrialResult
 from tuner.slo import Slo, parse_slo
 from tuner.space import Config, build_space, effective
 from tuner.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
+from tuner.strategy import STRATEGIES, TpeStrategy
 from tuner.study import BASELINE, SLACK, Proposal, Study, describe_changes
 from tuner.survey import OFFERED_SHARE, Survey, find_capacity, fitting_scale, prefill_speed
 from tuner.trial import Attempt, Bench, Criteria, ServerFailed, SetupFailed
@@ -114,7 +115,8 @@ class Optimizer:
         self._save("survey", survey.to_json())
         baseline = effective(self.job.flags, self.job.server)
         space = build_space(baseline, survey.max_model_len, fix=self.job.fix, vary=self.job.vary)
-        self.study = Study(self.record, space, self.slo.objective, self.job.seed)
+        strategy = STRATEGIES.get(self.job.strategy, TpeStrategy)(self.job.seed)
+        self.study = Study(self.record, space, self.slo.objective, self.job.seed, strategy)
 
     def _blind_survey(self) -> Survey:
         """For a baseline that does not come up: what the job says."""
@@ -212,7 +214,7 @@ class Optimizer:
             self._queue_simpler()
             proposal = self.study.propose()
             if proposal is None:
-                return "every config of the space was tried"
+                return self.study.strategy.exhausted
             self._trial(proposal)
         return over
 

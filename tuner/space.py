@@ -166,7 +166,11 @@ class Space:
 
     def snap(self, config: Config) -> dict[str, Any]:
         """``config`` with every searched flag moved onto its ladder."""
-        return self.suggest(FixedTrial(self.params(config)))
+        return self.config(self.params(config))
+
+    def config(self, params: Mapping[str, Value]) -> dict[str, Any]:
+        """The config of the sampler's parameters; one that depends on another must be there if it applies."""
+        return self.suggest(FixedTrial(dict(params)))
 
     def refusals(self, config: Config) -> list[str]:
         """Why ``config`` must not be launched; empty when it may."""
@@ -198,9 +202,12 @@ class Space:
     def untried(self, tried: Iterable[str], rng: random.Random) -> dict[str, Any] | None:
         """A random config that breaks no rule and whose key is not in ``tried``; None when none is left."""
         seen = set(tried)
-        candidates = self._every() if self.size <= 4096 else self._random(rng, 4096)
-        fresh = [c for c in candidates if config_key(c) not in seen and not self.refusals(c)]
+        fresh = [c for c in self.draw(rng, 4096) if config_key(c) not in seen and not self.refusals(c)]
         return rng.choice(fresh) if fresh else None
+
+    def draw(self, rng: random.Random, limit: int) -> Iterator[dict[str, Any]]:
+        """Every config of a space of at most ``limit``, else so many at random; some may be there twice."""
+        return self._every() if self.size <= limit else self._random(rng, limit)
 
     def _children(self, axis: Axis) -> list[Axis]:
         return [other for other in self.axes if other.needs == axis.name]

@@ -1,6 +1,7 @@
 """The search's memory and its proposals: an Optuna study driven by ask and tell.
 
-How each outcome is told, so that the sampler (constrained TPE) learns and no value is invented:
+A strategy proposes (``strategy.py``); what it leaves open Optuna's sampler fills in. How each outcome is
+told, so that the sampler learns and no value is invented:
 
 =================  =========  ==========================================  =========================
 outcome            state      constraints                                 value
@@ -25,24 +26,20 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from loadgen.slo import Bound
 from tuner.result import SERVES, Status, TrialResult
 from tuner.slo import Objective
 from tuner.space import Config, Space, config_key, render_value
+from tuner.strategy import BASELINE, History, Strategy, TpeStrategy
 
-BASELINE = "baseline"
-SAMPLER = "sampler"
-NEAR_BEST = "sampler, near the best"
 RULE = "rule"
 
 TIE = 0.1
 """Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
 SLACK = 0.05
 """Relative distance that a candidate should keep to its bounds."""
-STARTUP_TRIALS = 5
-"""So many are told before the sampler's model replaces chance."""
 MIN_IMPORTANCE_VALUES = 4
 """Fewer different outcomes say nothing about importance."""
-FREE_AXES = 2
 FRUITLESS = 5
 """After so many proposals in a row that cannot be launched, an untried config is drawn at random."""
 MAX_DEATHS = 1
@@ -65,12 +62,22 @@ class Proposal:
 class Study:
     """One search over ``space`` for the best ``objective``. Not thread-safe; one process at a time."""
 
-    def __init__(self, study: optuna.Study, space: Space, objective: Objective, seed: int = 0) -> None:
+    def __init__(
+        self,
+        study: optuna.Study,
+        space: Space,
+        objective: Objective,
+        seed: int = 0,
+        strategy: Strategy | None = None,
+    ) -> None:
+        """``strategy``: constrained TPE where none is given."""
         self._study, self.space, self.objective = study, space, objective
+        self.strategy = strategy or TpeStrategy(seed)
+        self.bounds: tuple[Bound, ...] = ()
+        """The SLO's as numbers, once the baseline is measured; whoever measures it sets them."""
         told = len(study.get_trials(deepcopy=False))
-        study.sampler = optuna.samplers.TPESampler(seed=seed + told, n_startup_trials=STARTUP_TRIALS)
+        study.sampler = self.strategy.sampler(seed + told)
         self._rng = random.Random(seed + told)
-        self._near = False
 
     @property
     def optuna(self) -> optuna.Study:
@@ -89,6 +96,12 @@ class Study:
         told = (r for r in self.results if r.status not in ("interrupted", "duplicate"))
         return next((r for r in told if r.origin == BASELINE), None)
 
+    @property
+    def history(self) -> History:
+        """What a strategy may know."""
+        told = tuple(r for r in self.results if r.status not in ("interrupted", "duplicate"))
+        return History(self.space, self.objective, self.bounds, told, self.best(), frozenset(self._known()))
+
     def enqueue(self, config: Config, origin: str, deaths: int = 0) -> None:
         """Propose ``config`` before anything of the sampler's. Configs queued or told already are left out.
 
@@ -100,13 +113,16 @@ class Study:
             self._study.enqueue_trial(self.space.params(config), user_attrs=attributes)
 
     def propose(self) -> Proposal | None:
-        """The next config that must be launched; None when every config of the space has been tried.
+        """The next config that must be launched; None when the strategy has no more, or the space.
 
         Proposals that break a rule or repeat an earlier config are told on the spot and cost no launch.
         """
         for _ in range(FRUITLESS):
             if not self._queued():
-                self._enqueue_near_best()
+                suggestion = self.strategy.propose(self.history)
+                if suggestion is None:
+                    return None
+                self._study.enqueue_trial(dict(suggestion.params), user_attrs={"origin": suggestion.origin})
             proposal = self._ask()
             while proposal is None and self._queued():
                 proposal = self._ask()
@@ -154,7 +170,9 @@ class Study:
         self.enqueue(proposal.config, proposal.origin)
 
     def _requeue(self, attributes: Mapping[str, Any]) -> None:
-        self.enqueue(attributes["config"], attributes.get("origin", SAMPLER), attributes.get("deaths", 0) + 1)
+        self.enqueue(
+            attributes["config"], attributes.get("origin", "sampler"), attributes.get("deaths", 0) + 1
+        )
 
     def best(self) -> TrialResult | None:
         """The best feasible config so far, which may be the baseline."""
@@ -226,7 +244,7 @@ class Study:
     def _ask(self) -> Proposal | None:
         """Ask once; None where the proposal was settled without a launch."""
         trial = self._study.ask()
-        origin = trial.user_attrs.get("origin", SAMPLER)
+        origin = trial.user_attrs.get("origin", "sampler")
         config = self.space.suggest(trial)
         if origin == BASELINE:
             config = dict(self.space.baseline)
@@ -254,21 +272,6 @@ class Study:
         trial.set_user_attr("config", config)
         return proposal
 
-    def _enqueue_near_best(self) -> None:
-        """Every other time, let the sampler move only FREE_AXES of the best config.
-
-        In a space of many knobs a free proposal changes nearly all of them at once, most to no effect; and
-        what is recommended in the end should change few.
-        """
-        best = self.best()
-        self._near = not self._near
-        if best is None or not self._near:
-            return
-        params = self.space.params(best.config)
-        for name in self._rng.sample(sorted(params), min(FREE_AXES, len(params))):
-            del params[name]
-        self._study.enqueue_trial(params, user_attrs={"origin": NEAR_BEST})
-
     def _earlier(self, config: Config) -> TrialResult | None:
         """The first trial of the same config that came to something."""
         key = config_key(config)
@@ -279,10 +282,12 @@ class Study:
         return self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
 
     def _known(self) -> set[str]:
-        """Keys of every config that is queued or came to something."""
+        """Keys of every config that is queued, runs in some worker, or came to something."""
         queued = [t.user_attrs["queued"] for t in self._queued() if "queued" in t.user_attrs]
+        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        begun = [t.user_attrs["config"] for t in running if "config" in t.user_attrs]
         told = [r.config for r in self.results if r.status != "interrupted"]
-        return {config_key(config) for config in queued + told}
+        return {config_key(config) for config in queued + begun + told}
 
 
 def describe_changes(changes: Mapping[str, tuple[Any, Any]]) -> str:

@@ -4,7 +4,7 @@ import itertools
 
 import optuna
 import pytest
-from analytic_target import AnalyticTarget, dies_under_load, does_not_start
+from analytic_target import AnalyticTarget, dies_under_load, does_not_start, stall
 
 from loadgen.target import StartFailed
 from tuner.interrupts import Interrupts
@@ -109,11 +109,8 @@ def test_what_does_not_hold_on_fresh_runs_is_refuted(make):
 
     def lucky(config, seed):
         searched = seed < 1000
-        return (
-            0.3
-            if searched and config["max_num_batched_tokens"] != 2048
-            else 2.0 / (0.025 + 0.0006 * config["max_num_batched_tokens"])
-        )
+        lucky = searched and config["max_num_batched_tokens"] != 2048
+        return 0.3 if lucky else 2.0 / stall(config)
 
     outcome = make(AnalyticTarget(itl_factor=lucky)).run()
     assert outcome.kind == "baseline"

@@ -1,0 +1,170 @@
+"""Who decides what is tried next: the seam between a study and a way of searching.
+
+A strategy is a function of what was told: it keeps nothing between two calls, so that a study that is
+resumed, or shared by many workers, goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import optuna
+
+from loadgen.slo import Bound
+from tuner.result import TrialResult
+from tuner.slo import Objective
+from tuner.space import Config, Space, Value, config_key
+
+BASELINE = "baseline"
+"""The origin of the user's own config."""
+LAUNCHED = ("measured", "stopped", "failed")
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What to try. ``params``: by axis; those that are left out are the Optuna sampler's to choose."""
+
+    params: Mapping[str, Value]
+    origin: str
+
+
+@dataclass(frozen=True)
+class History:
+    """What a study knows, for a strategy to decide on. ``results`` are those that came to something."""
+
+    space: Space
+    objective: Objective
+    bounds: tuple[Bound, ...]
+    """As numbers; those that are relative to the baseline appear with its measurement."""
+    results: tuple[TrialResult, ...]
+    best: TrialResult | None
+    """The best feasible config so far."""
+    taken: frozenset[str]
+    """Keys (see config_key) of every config that was told, is queued, or runs somewhere."""
+
+    @property
+    def launched(self) -> tuple[TrialResult, ...]:
+        return tuple(r for r in self.results if r.status in LAUNCHED)
+
+    @property
+    def baseline(self) -> TrialResult | None:
+        return next((r for r in self.results if r.origin == BASELINE), None)
+
+    def of(self, config: Config) -> TrialResult | None:
+        """What came of ``config``; None where it was not tried."""
+        key = config_key(config)
+        return next((r for r in self.results if config_key(r.config) == key), None)
+
+
+class Strategy(ABC):
+    """Proposes one config after the other. A subclass says with ``exhausted`` why it has no more."""
+
+    exhausted = "every config of the space was tried"
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+
+    @abstractmethod
+    def propose(self, history: History) -> Suggestion | None:
+        """What to try next; None: nothing is left that is worth a trial.
+
+        A suggestion that breaks a rule or repeats a config costs no launch, and is asked for anew.
+        """
+
+    def sampler(self, seed: int) -> optuna.samplers.BaseSampler:
+        """Fills in what suggestions leave out."""
+        return optuna.samplers.RandomSampler(seed)
+
+    def rng(self, history: History) -> random.Random:
+        """The same for the same history."""
+        return random.Random(self.seed * 100_003 + len(history.taken))
+
+
+class RandomStrategy(Strategy):
+    """Chance alone: what every other strategy has to beat."""
+
+    def propose(self, history: History) -> Suggestion | None:
+        return Suggestion({}, "random")
+
+
+class TpeStrategy(Strategy):
+    """Optuna's constrained TPE. Every other time it may move only FREE_AXES of the best config's parameters.
+
+    In a space of many knobs a free proposal changes nearly all of them at once, most to no effect; and what
+    is recommended in the end should change few.
+    """
+
+    FREE_AXES = 2
+    STARTUP_TRIALS = 5
+    """So many are told before the sampler's model replaces chance."""
+
+    def propose(self, history: History) -> Suggestion | None:
+        if history.best is None or len(history.results) % 2 == 0:
+            return Suggestion({}, "sampler")
+        params = history.space.params(history.best.config)
+        for name in self.rng(history).sample(sorted(params), min(self.FREE_AXES, len(params))):
+            del params[name]
+        return Suggestion(params, "sampler, near the best")
+
+    def sampler(self, seed: int) -> optuna.samplers.BaseSampler:
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=self.STARTUP_TRIALS)
+
+
+class StaircaseStrategy(Strategy):
+    """What practitioners climb by hand: memory, then sequences, then the token budget.
+
+    One change at a time, kept while it improves; where the first step up does not, the steps down are tried.
+    """
+
+    ORDER = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens")
+    STEP = 2
+    """Rungs of a ladder that are taken at once: ladders of counts have two an octave."""
+    exhausted = "the staircase is climbed: no single step improves"
+
+    def propose(self, history: History) -> Suggestion | None:
+        """Climbs anew from the baseline through what was told, up to the first step that was not tried."""
+        space = history.space
+        here = history.baseline
+        if here is None:
+            return None
+        params = space.params(here.config)
+        for axis in (a for name in self.ORDER for a in space.axes if a.name == name):
+            for step in (self.STEP, -self.STEP):
+                improved = False
+                while (to := int(params[axis.name]) + step) in range(len(axis.values)):
+                    ahead = {**params, axis.name: to}
+                    config = space.config(ahead)
+                    if space.refusals(config):
+                        break
+                    told = history.of(config)
+                    if told is None:
+                        return Suggestion(ahead, f"staircase: {axis.name} to {axis.values[to]}")
+                    if not improves(told, here, history.objective):
+                        break
+                    params, here, improved = ahead, told, True
+                if improved:
+                    break
+        return None
+
+
+def improves(new: TrialResult, old: TrialResult, objective: Objective) -> bool:
+    """Feasible before infeasible, then the objective; among infeasible ones the smaller violations."""
+    if new.feasible != old.feasible:
+        return new.feasible
+    if new.feasible:
+        return objective.better(new.value(objective), old.value(objective))
+    return _excess(new) < _excess(old)
+
+
+def _excess(result: TrialResult) -> float:
+    return sum(max(0.0, v) for v in result.violations.values()) if result.violations else 1.0
+
+
+STRATEGIES: Mapping[str, type[Strategy]] = {
+    "tpe": TpeStrategy,
+    "random": RandomStrategy,
+    "staircase": StaircaseStrategy,
+}
