@@ -98,7 +98,41 @@ def _number(text: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Load:
+class Recorded:
+    """How recorded traffic is replayed; which file it is in is another option's affair."""
+
+    trace_columns: Annotated[
+        str | None,
+        _option("E.g. time=ts:ms,prompt=in,output=out[,class=kind][,blocks=ids,block_tokens=512]."),
+    ] = None
+    trace_window: Annotated[
+        Any, typer.Option(parser=span, metavar="FROM,TO", help="The part of the trace to replay: 0s,10m.")
+    ] = None
+    rate_scale: Annotated[float, _number("Replay this many times as fast.")] = 1.0
+    length_scale: Annotated[float, _number("Factor on recorded prompts and outputs.")] = 1.0
+    dequantize: Annotated[
+        Dequantize, _option("Spread arrivals that a trace rounded to a tick (Mooncake: 3 s).")
+    ] = Dequantize.NONE
+    oversized: Annotated[
+        Oversized, _option("Recorded requests that exceed the context: an error, clipped, or dropped.")
+    ] = Oversized.ERROR
+
+    def read(self, path: Path) -> Trace:
+        """The part of the trace that is asked for. Raises TraceError."""
+        from loadgen.trace_formats import Columns, read_trace
+
+        columns = Columns.parse(self.trace_columns) if self.trace_columns else None
+        trace = read_trace(path, columns)
+        return trace if self.trace_window is None else trace.window(*self.trace_window)
+
+    def ready(self, trace: Trace, seed: int) -> Trace:
+        """Spread over its ticks by ``seed`` and scaled, as asked. Raises TraceError."""
+        spread = trace.dequantized(seed) if self.dequantize is Dequantize.UNIFORM else trace
+        return spread.scaled(rate=self.rate_scale, length=self.length_scale)
+
+
+@dataclass(frozen=True)
+class Load(Recorded):
     """What is sent, as asked for. Times in seconds."""
 
     rate: Annotated[float | None, _number("Open loop: requests a second.")] = None
@@ -111,7 +145,9 @@ class Load:
     burstiness: Annotated[
         float | None, _number("Shape of gamma arrivals: below 1 bursts, 1 Poisson, above 1 even.")
     ] = None
-    workload: Annotated[str, _option("chat, rag, batch, mixed, random or shared-prefix.")] = "chat"
+    workload: Annotated[
+        str, _option("chat, rag, batch, mixed, random or shared-prefix; or a JSON file of classes.")
+    ] = "chat"
     input_len: Annotated[int | None, _option("Prompt tokens of a one-class workload.", min=1)] = None
     output_len: Annotated[
         int | None, _option("Output tokens of a one-class workload, or of a dataset's answers.", min=1)
@@ -130,21 +166,6 @@ class Load:
             "kind, of `vtune bench record`, or any CSV or JSON lines with --trace-columns."
         ),
     ] = None
-    trace_columns: Annotated[
-        str | None,
-        _option("E.g. time=ts:ms,prompt=in,output=out[,class=kind][,blocks=ids,block_tokens=512]."),
-    ] = None
-    trace_window: Annotated[
-        Any, typer.Option(parser=span, metavar="FROM,TO", help="The part of the trace to replay: 0s,10m.")
-    ] = None
-    rate_scale: Annotated[float, _number("Replay this many times as fast.")] = 1.0
-    length_scale: Annotated[float, _number("Factor on recorded prompts and outputs.")] = 1.0
-    dequantize: Annotated[
-        Dequantize, _option("Spread arrivals that a trace rounded to a tick (Mooncake: 3 s).")
-    ] = Dequantize.NONE
-    oversized: Annotated[
-        Oversized, _option("Recorded requests that exceed the context: an error, clipped, or dropped.")
-    ] = Oversized.ERROR
     dataset: Annotated[
         Path | None,
         _option(
@@ -195,22 +216,12 @@ class Load:
         """What makes the schedule of a seed; files are read once. Raises WorkloadError, OptionError."""
         self.check()
         if self.trace:
-            return self._trace_source(self._read_trace(), max_model_len, vocab_size, warmup)
+            return self._trace_source(self.read(self.trace), max_model_len, vocab_size, warmup)
         if self.dataset:
             from loadgen.datasets import read_dataset
 
             return self._dataset_source(read_dataset(self.dataset))
         return self._workload_source(self._preset(max_model_len, vocab_size), warmup)
-
-    def _read_trace(self) -> Trace:
-        from loadgen.trace_formats import Columns, read_trace
-
-        assert self.trace is not None
-        columns = Columns.parse(self.trace_columns) if self.trace_columns else None
-        trace = read_trace(self.trace, columns)
-        if self.trace_window is not None:
-            trace = trace.window(*self.trace_window)
-        return trace
 
     def _trace_source(
         self, trace: Trace, max_model_len: int, vocab_size: int | None, warmup: int | None
@@ -218,8 +229,7 @@ class Load:
         from loadgen.workload import DEFAULT_VOCAB_SIZE
 
         def schedule(seed: int) -> Schedule:
-            ready = trace.dequantized(seed) if self.dequantize is Dequantize.UNIFORM else trace
-            ready = ready.scaled(rate=self.rate_scale, length=self.length_scale)
+            ready = self.ready(trace, seed)
             if self.duration is not None:
                 ready = ready.window(0.0, self.duration)
             if self.num_requests is not None:
@@ -248,9 +258,10 @@ class Load:
         )
 
     def _preset(self, max_model_len: int, vocab_size: int | None) -> Workload:
-        from loadgen.workload import DEFAULT_VOCAB_SIZE, preset
+        from loadgen.workload import DEFAULT_VOCAB_SIZE
+        from loadgen.workload_file import workload_of
 
-        return preset(
+        return workload_of(
             self.workload,
             max_model_len=max_model_len,
             vocab_size=vocab_size or DEFAULT_VOCAB_SIZE,
@@ -389,6 +400,8 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _options_of(kind: type) -> list[inspect.Parameter]:
     hints = get_type_hints(kind, include_extras=True)
+    own = inspect.get_annotations(kind)  # those of a base class come after them
+    ordered = sorted(fields(kind), key=lambda field: field.name not in own)
     empty = inspect.Parameter.empty
     return [
         inspect.Parameter(
@@ -397,5 +410,5 @@ def _options_of(kind: type) -> list[inspect.Parameter]:
             default=empty if field.default is MISSING else field.default,
             annotation=hints[field.name],
         )
-        for field in fields(kind)
+        for field in ordered
     ]

@@ -373,7 +373,7 @@ def preset(
         classes = tuple(_scaled(cls, factor, longest) for cls in _REFERENCE[name])
         if input_len is not None or output_len is not None:
             classes, note = _fixed(name, classes, input_len, output_len), ""
-    _check_fit(name, classes, max_model_len)
+    check_fit(name, classes, max_model_len)
     return Workload(name, classes, vocab_size, note)
 
 
@@ -414,7 +414,8 @@ def _fixed(
     return (replace(cls, prompt=prompt, output=output, shared_prefix=prefix),)
 
 
-def _check_fit(name: str, classes: Sequence[RequestClass], max_model_len: int) -> None:
+def check_fit(name: str, classes: Sequence[RequestClass], max_model_len: int) -> None:
+    """Raises WorkloadError where a class's longest request exceeds the context."""
     for cls in classes:
         longest = cls.prompt.high + cls.output.high
         if longest > max_model_len:
