@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 
 from engine.stats import FinishedStats, StepStats
 
@@ -39,6 +41,9 @@ def token_buckets(limit: int) -> tuple[int, ...]:
     return tuple(buckets)
 
 
+_Family = TypeVar("_Family", bound=MetricWrapperBase)
+
+
 class _Histogram(Histogram):
     def observe_times(self, amount: float, count: int) -> None:
         """Observe ``amount`` so many times."""
@@ -64,6 +69,8 @@ class PrometheusMetrics:
         cache_info: Mapping[str, object] | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
+        self.families: list[MetricWrapperBase] = []
+        """Of the engine, in order; the registry has those of the process as well."""
         self._labels = {"model_name": model_name, "engine": "0"}
         ProcessCollector(registry=self.registry)
         self._define_gauges(cache_info or {})
@@ -153,9 +160,8 @@ class PrometheusMetrics:
         self._waiting_capacity, self._waiting_deferred = reasons["capacity"], reasons["deferred"]
         self._kv_usage = self._gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.")
         info = {**{name: str(value) for name, value in cache_info.items()}, "engine": "0"}
-        Gauge(
-            "vllm:cache_config_info", "The KV cache's configuration.", list(info), registry=self.registry
-        ).labels(**info).set(1)
+        family = Gauge("vllm:cache_config_info", "The KV cache's configuration.", list(info), registry=None)
+        self._add(family).labels(**info).set(1)
 
     def _define_counters(self) -> None:
         self._prefix_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
@@ -222,23 +228,29 @@ class PrometheusMetrics:
         self._spec_positions = list(positions.values())
 
     def _gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"vllm:{name}", text, list(self._labels), registry=self.registry).labels(**self._labels)
+        family = Gauge(f"vllm:{name}", text, list(self._labels), registry=None)
+        return self._add(family).labels(**self._labels)
 
     def _counter(self, name: str, text: str) -> Counter:
-        family = Counter(f"vllm:{name}", text, list(self._labels), registry=self.registry)
-        return family.labels(**self._labels)
+        family = Counter(f"vllm:{name}", text, list(self._labels), registry=None)
+        return self._add(family).labels(**self._labels)
 
     def _gauges(self, name: str, text: str, **values: Sequence[str]) -> dict[str, Gauge]:
         """One child per value of the one extra label, all present from the start."""
         ((label, options),) = values.items()
-        family = Gauge(f"vllm:{name}", text, [*self._labels, label], registry=self.registry)
+        family = self._add(Gauge(f"vllm:{name}", text, [*self._labels, label], registry=None))
         return {option: family.labels(**self._labels, **{label: option}) for option in options}
 
     def _counters(self, name: str, text: str, **values: Sequence[str]) -> dict[str, Counter]:
         ((label, options),) = values.items()
-        family = Counter(f"vllm:{name}", text, [*self._labels, label], registry=self.registry)
+        family = self._add(Counter(f"vllm:{name}", text, [*self._labels, label], registry=None))
         return {option: family.labels(**self._labels, **{label: option}) for option in options}
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> _Histogram:
-        family = _Histogram(f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=self.registry)
-        return family.labels(**self._labels)
+        family = _Histogram(f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=None)
+        return self._add(family).labels(**self._labels)
+
+    def _add(self, family: _Family) -> _Family:
+        self.registry.register(family)
+        self.families.append(family)
+        return family

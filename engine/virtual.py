@@ -6,7 +6,6 @@ has, is estimated from a data sheet (:func:`on_device`) or given as measured (:f
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -15,6 +14,7 @@ from typing import Any
 from engine.config import GIB, ConfigError, EngineConfig, SpeculativeConfig
 from engine.core import EngineCore
 from engine.devices import Device, Sizes, kv_bytes_per_token, layer_parameters, roofline
+from engine.exposition import Exposition
 from engine.metrics import PrometheusMetrics
 from engine.model_config import ModelConfig
 from engine.request import RequestStatus
@@ -40,7 +40,6 @@ distributed_executor_backend structured_outputs_config kv_offloading_backend pre
 """
 WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 """Flags that change neither a simulated step nor the memory."""
-_REAL = re.compile(r"(# (HELP|TYPE) )?(process_\w+|[\w:]+_created)[ {]")
 KNOWN = frozenset(field.name for field in fields(EngineConfig)) | {"tensor_parallel_size"}
 GPU_WEIGHTS: Mapping[Any, int] = {None: 2, "fp8": 1}
 GPU_DTYPES = ("auto", "bfloat16", "float16", "half")
@@ -157,6 +156,7 @@ class SimulatedServer:
                 "num_gpu_blocks_override": config.num_gpu_blocks_override,
             },
         )
+        self._exposition = Exposition(self._metrics.families)
 
     @property
     def now(self) -> float:
@@ -193,8 +193,7 @@ class SimulatedServer:
 
     def scrape(self) -> str:
         """The metrics now, without those of this process and this day."""
-        lines = self._metrics.render().decode().splitlines(keepends=True)
-        return "".join(line for line in lines if not _REAL.match(line))
+        return self._exposition.render()
 
     def _scrape_before(self, moment: float) -> None:
         while (due := float(len(self.scrapes))) < moment:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
+from operator import sub
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -93,7 +95,7 @@ def e2e(record: RequestRecord) -> float:
 
 def max_stall(record: RequestRecord) -> float:
     """NaN for a request with one chunk."""
-    return max((b - a for a, b in pairwise(record.chunk_at)), default=math.nan) / 1e9
+    return max(map(sub, record.chunk_at[1:], record.chunk_at), default=math.nan) / 1e9
 
 
 def lateness(record: RequestRecord) -> float:
@@ -231,11 +233,13 @@ class Summary:
         low, high = (round(edge * 1e9) for edge in self.records.window)
         return self._per_second(
             sum(
-                tokens
+                sum(
+                    record.chunk_tokens[
+                        bisect_left(record.chunk_at, low) : bisect_right(record.chunk_at, high)
+                    ]
+                )
                 for record in self.records.requests
                 if (cls is None or record.cls == cls) and _delivers(record)
-                for at, tokens in zip(record.chunk_at, record.chunk_tokens, strict=True)
-                if low <= at <= high
             )
         )
 
@@ -289,22 +293,20 @@ def _per_request(records: Sequence[RequestRecord], metric: str) -> Distribution:
 
 def _gaps(records: Sequence[RequestRecord], metric: str) -> Distribution:
     """Gaps inside requests. A failed request's missing tokens are infinite samples, at least one."""
-    values: list[float] = []
-    weights: list[float] = []
-    groups: list[int] = []
-    weighted = metric == "itl"
-    for group, record in enumerate(records):
-        delivered = 0.0
-        for (a, b), tokens in zip(pairwise(record.chunk_at), record.chunk_tokens[1:], strict=True):
-            weight = tokens if weighted else 1.0
-            values.append((b - a) / 1e9 / weight)
-            weights.append(weight)
-            groups.append(group)
-            delivered += weight
-        if not record.ok:
-            values.append(math.inf)
-            weights.append(max(1.0, record.max_tokens - 1 - delivered))
-            groups.append(group)
+    group = np.repeat(np.arange(len(records)), [len(r.chunk_at) for r in records])
+    at = np.fromiter(chain.from_iterable(r.chunk_at for r in records), np.int64, len(group))
+    inside = np.flatnonzero(group[1:] == group[:-1]) + 1
+    groups, weights = group[inside], np.ones(len(inside))
+    if metric == "itl":
+        tokens = np.fromiter(chain.from_iterable(r.chunk_tokens for r in records), np.float64, len(group))
+        weights = tokens[inside]
+    values = (at[inside] - at[inside - 1]) / 1e9 / weights
+    failed = [place for place, record in enumerate(records) if not record.ok]
+    if failed:
+        delivered = np.bincount(groups, weights, len(records))
+        missing = [max(1.0, records[place].max_tokens - 1 - delivered[place]) for place in failed]
+        values = np.concatenate([values, np.full(len(failed), math.inf)])
+        weights, groups = np.concatenate([weights, missing]), np.concatenate([groups, failed])
     return Distribution.of(values, weights, groups)
 
 

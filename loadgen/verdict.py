@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from loadgen.distribution import Distribution, min_samples
+from loadgen.distribution import Distribution, min_samples, rank_test
 from loadgen.record import Failure, Records
 from loadgen.stats import Summary
 from loadgen.window import in_flight
@@ -118,8 +118,6 @@ def _drift(records: Records, summary: Summary) -> list[str]:
 
 def _ttft_drift(records: Records) -> str:
     """Medians of the two halves differ by half, and a rank test says that this is no chance (p < 0.001)."""
-    from scipy.stats import mannwhitneyu
-
     middle = sum(records.window) / 2
     halves: tuple[list[float], list[float]] = ([], [])
     for r in records.in_window():
@@ -128,7 +126,7 @@ def _ttft_drift(records: Records) -> str:
     if min(map(len, halves)) < 10:
         return ""
     first, second = (float(np.median(half)) for half in halves)
-    if not _differ(first, second) or mannwhitneyu(*halves).pvalue >= 0.001:
+    if not _differ(first, second) or rank_test(*halves) >= 0.001:
         return ""
     return f"TTFT drifted: median {first:.3g} s in the first half, {second:.3g} s in the second"
 

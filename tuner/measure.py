@@ -57,9 +57,8 @@ def measure(runs: Sequence[Run], slo: Slo) -> Measurement:
     """
     summaries = [run.whole.summary(goodput_bounds(slo)) for run in runs]
     wanted = [*slo.metrics, *((metric, None) for metric in (*ALWAYS, *SHOWN_RATES, "failed", "completed"))]
-    readings = {
-        name_of(metric, cls): _reading(summaries, metric, cls) for metric, cls in dict.fromkeys(wanted)
-    }
+    pools = _Pools(summaries)
+    readings = {name_of(metric, cls): _reading(pools, metric, cls) for metric, cls in dict.fromkeys(wanted)}
     backlog = sum(backlog_of(run.records) for run in runs)  # a trend, so of the steady part
     readings["backlog"] = Reading(backlog, readings["failed"].n)
     verdicts = dict.fromkeys(run.records.verdict for run in runs if run.records.verdict not in ("", "ok"))
@@ -74,6 +73,8 @@ def goodput_bounds(slo: Slo) -> tuple[stats.Bound, ...]:
 def pooled(summaries: Sequence[stats.Summary], metric: str, cls: str | None = None) -> stats.Distribution:
     """All samples of several runs; requests of different runs stay apart."""
     parts = [s.distribution(metric, cls) for s in summaries if cls is None or cls in s.classes]
+    if len(parts) == 1:
+        return parts[0]
     offset, groups = 0, []
     for part in parts:
         groups.append(part.groups + offset)
@@ -87,11 +88,23 @@ def pooled(summaries: Sequence[stats.Summary], metric: str, cls: str | None = No
     )
 
 
-def _reading(summaries: Sequence[stats.Summary], metric: str, cls: str | None) -> Reading:
+class _Pools(dict[tuple[str, str | None], stats.Distribution]):
+    """What :func:`pooled` gives, made once for all percentiles of a metric."""
+
+    def __init__(self, summaries: Sequence[stats.Summary]) -> None:
+        super().__init__()
+        self.summaries = summaries
+
+    def __missing__(self, key: tuple[str, str | None]) -> stats.Distribution:
+        self[key] = pooled(self.summaries, *key)
+        return self[key]
+
+
+def _reading(pools: _Pools, metric: str, cls: str | None) -> Reading:
     family, _, statistic = metric.rpartition("_")
     if family not in LATENCIES:
-        return _total(summaries, metric, cls)
-    samples = pooled(summaries, family, cls)
+        return _total(pools.summaries, metric, cls)
+    samples = pools[family, cls]
     if statistic == "mean":
         return Reading(samples.mean(), samples.count)
     quantile = _QUANTILES[statistic]

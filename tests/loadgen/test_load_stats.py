@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 from recorded_exchange import record, records
-from scipy.stats import binom
+from scipy.stats import binom, mannwhitneyu
 
-from loadgen.distribution import Distribution, binomial_quantile, min_samples
+from loadgen.distribution import Distribution, binomial_quantile, min_samples, rank_test
 from loadgen.record import Failure, RequestRecord
 from loadgen.stats import METRICS, Bound, Summary
 
@@ -56,6 +56,18 @@ def test_binomial_quantiles_are_those_of_scipys_distribution(p: float) -> None:
     for n in (1, 2, 7, 30, 59, 100, 299, 2995, 1_000_000):
         for share in (0.005, 0.025, 0.05, 0.95, 0.975, 0.995):
             assert binomial_quantile(share, n, p) == binom.ppf(share, n, p)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_rank_test_is_scipys(ties: bool) -> None:
+    rng = np.random.default_rng(0)
+    for shift in (0.0, 0.3, 2.0):
+        a, b = (rng.normal(mean, 1, size) for mean, size in ((0.0, 30), (shift, 45)))
+        if ties:
+            a, b = a.round(), b.round()
+        expected = mannwhitneyu(a, b, method="asymptotic").pvalue
+        assert rank_test(list(a), list(b)) == pytest.approx(expected, rel=1e-9)
+    assert rank_test([1.0] * 10, [1.0] * 10) == 1.0
 
 
 def test_an_interval_the_sample_cannot_close_is_open() -> None:
