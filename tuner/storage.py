@@ -2,24 +2,234 @@
 
 from __future__ import annotations
 
+import functools
+import re
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
 import optuna
+import sqlalchemy
+from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
+from optuna.trial import TrialState
+from sqlalchemy import event, exc
+from sqlalchemy.engine import URL, make_url
 
 from tuner.slo import Objective
+
+SQLITE_BUSY_SECONDS = 60
+CONNECT_SECONDS = 10
+_ANSWERS = {  # a host that is gone without a word is noticed within half a minute
+    "connect_timeout": CONNECT_SECONDS,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+IN_A_HURRY = 5.0
+_OPENINGS = 5
+_GONE_SQLSTATES = ("08", "57P")
+"""Classes of PostgreSQL's errors that pass: connection exceptions, a server that stops or starts."""
 
 
 class StorageError(Exception):
     """The storage or the study cannot be used. The message says what to do."""
 
 
-def open_storage(url: str) -> optuna.storages.BaseStorage:
-    """The storage behind an RDB URL such as ``sqlite:///studies.db``. Raises StorageError."""
+@dataclass(frozen=True)
+class Heartbeat:
+    """How workers know of each other that they live. Seconds."""
+
+    interval: float = 10.0
+    grace: float = 60.0
+    """A worker that has not been heard of for so long is taken for dead, and its trial is retried."""
+
+
+@dataclass
+class Patience:
+    """How long an operation waits for a database that does not answer, and between which attempts."""
+
+    seconds: float = 600.0
+    pause: float = 0.5
+    longest_pause: float = 10.0
+    notify: Callable[[str], None] = field(default=lambda text: None)
+    hurried: Callable[[], bool] = field(default=lambda: False)
+    """Whether the user wants an end: then IN_A_HURRY seconds are enough."""
+    sleep: Callable[[float], None] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+
+    def call(self, operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """``operation``'s result, tried again while the database is away. Raises its last error."""
+        begun, pause, told = self.clock(), self.pause, False
+        while True:
+            try:
+                result = operation(*arguments, **options)
+            except StorageInternalError as error:
+                limit = min(self.seconds, IN_A_HURRY) if self.hurried() else self.seconds
+                if not is_away(error.__cause__) or self.clock() - begun + pause > limit:
+                    raise
+                if not told:
+                    self.notify(f"the database does not answer: trying again for up to {self.seconds:.0f} s")
+                    told = True
+            else:
+                if told:
+                    self.notify("the database answers again")
+                return result
+            self.sleep(pause)
+            pause = min(1.5 * pause, self.longest_pause)
+
+
+def is_away(error: BaseException | None) -> bool:
+    """Whether a database may answer later: it restarts, is out of reach, or is locked by another worker."""
+    if not isinstance(error, exc.DBAPIError):
+        return isinstance(error, exc.TimeoutError)  # no connection of the pool became free
+    if error.connection_invalidated:
+        return True
+    state = getattr(error.orig, "sqlstate", None)
+    if state is not None:
+        return str(state).startswith(_GONE_SQLSTATES)
+    if not isinstance(error, exc.OperationalError):
+        return False
+    text = str(error.orig)
+    return "database is locked" in text if type(error.orig).__module__ == "sqlite3" else "disk" not in text
+
+
+class SharedStorage(optuna.storages.RDBStorage):
+    """An RDB that many workers use at once: it waits for a database that is away, and beats.
+
+    ``record_heartbeat`` alone never waits: a beat that is late has no use.
+    """
+
+    def __init__(self, url: str, patience: Patience, **options: Any) -> None:
+        self.patience = patience
+        super().__init__(url, **options)
+
+    def set_trial_state_values(
+        self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
+    ) -> bool:
+        """As the base class. One that was committed before its connection broke is not taken for another's."""
+        attempts = 0
+
+        def attempt() -> bool:
+            nonlocal attempts
+            attempts += 1
+            try:
+                return super(SharedStorage, self).set_trial_state_values(trial_id, state, values)
+            except UpdateFinishedTrialError:
+                if attempts > 1 and self.get_trial(trial_id).state == state:
+                    return True
+                raise
+
+        return bool(self.patience.call(attempt))
+
+
+def _patient(name: str) -> Callable[..., Any]:
+    operation = getattr(optuna.storages.RDBStorage, name)
+
+    @functools.wraps(operation)
+    def call(self: SharedStorage, *arguments: Any, **options: Any) -> Any:
+        return self.patience.call(operation, self, *arguments, **options)
+
+    return call
+
+
+for _name in optuna.storages.BaseStorage.__abstractmethods__ - {"set_trial_state_values"}:
+    setattr(SharedStorage, _name, _patient(_name))
+del _name
+
+
+def mask(url: str) -> str:
+    """``url`` without its password, to be shown."""
     try:
-        return optuna.storages.RDBStorage(url)
-    except Exception as error:  # SQLAlchemy, the driver or Alembic, each with errors of its own
-        cause = str(error).strip().splitlines()[0]
-        raise StorageError(
-            f"--storage {url}: cannot be opened ({cause}). Give e.g. sqlite:///studies.db."
-        ) from None
+        return make_url(url).render_as_string(hide_password=True)
+    except exc.ArgumentError:
+        return re.sub(r"://([^/@:]*):.*@", r"://\1:***@", url)
+
+
+def open_storage(
+    url: str, heartbeat: Heartbeat | None = None, patience: Patience | None = None
+) -> optuna.storages.RDBStorage:
+    """The storage behind an RDB URL such as ``sqlite:///studies.db``. Raises StorageError.
+
+    With a ``heartbeat`` it is a SharedStorage, for many workers at once.
+    """
+    for attempt in range(1, _OPENINGS + 1):
+        try:
+            if heartbeat is None:
+                return optuna.storages.RDBStorage(url)
+            return _open_shared(make_url(url), heartbeat, patience or Patience())
+        except Exception as error:  # SQLAlchemy, the driver or Alembic, each with errors of its own
+            if attempt < _OPENINGS and _is_race(error):
+                time.sleep(0.2 * attempt)
+                continue
+            raise StorageError(
+                f"--storage {mask(url)}: cannot be opened ({_cause(error, url)}). {_advice(error)}"
+            ) from None
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _open_shared(url: URL, heartbeat: Heartbeat, patience: Patience) -> SharedStorage:
+    arguments: dict[str, Any] = {"pool_pre_ping": True}
+    if url.get_backend_name() == "sqlite":
+        arguments["connect_args"] = {"timeout": SQLITE_BUSY_SECONDS}
+    elif url.get_driver_name() in ("psycopg", "psycopg2"):
+        arguments["connect_args"] = {k: v for k, v in _ANSWERS.items() if k not in url.query}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        storage = SharedStorage(
+            url.render_as_string(hide_password=False),
+            patience,
+            engine_kwargs=arguments,
+            heartbeat_interval=heartbeat.interval,
+            grace_period=heartbeat.grace,
+        )
+    if url.get_backend_name() == "sqlite":
+        _serialise(storage.engine)
+    return storage
+
+
+def _serialise(engine: sqlalchemy.Engine) -> None:
+    """Let every transaction of SQLite begin by taking the write lock.
+
+    Else one that reads a trial's state and then changes it, as Optuna does to claim a trial, is not atomic:
+    Python's driver begins a transaction at the first write. (The recipe of SQLAlchemy's manual.)
+    """
+
+    @event.listens_for(engine, "connect")
+    def leave_transactions_to_us(connection: Any, record: Any) -> None:
+        connection.isolation_level = None
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: sqlalchemy.Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    engine.dispose()  # of connections from before
+
+
+def _is_race(error: Exception) -> bool:
+    """Two workers made the tables at the same moment."""
+    return isinstance(error, exc.IntegrityError) or (
+        isinstance(error, exc.DBAPIError) and "already exists" in str(error.orig)
+    )
+
+
+def _cause(error: Exception, url: str) -> str:
+    """The first line that says something, without a password that a driver may quote."""
+    source = error.__cause__ or error if isinstance(error, ImportError) else error
+    text = next((line for line in str(source).splitlines() if line.strip()), type(error).__name__).strip()
+    try:
+        password = make_url(url).password
+    except exc.ArgumentError:
+        password = None
+    return (text.replace(str(password), "***") if password else text).replace(url, mask(url))
+
+
+def _advice(error: Exception) -> str:
+    if isinstance(error, ImportError):
+        return "Install its driver; PostgreSQL's comes with: pip install 'vtune-llm[postgres]'."
+    return "Give e.g. sqlite:///studies.db, or postgresql+psycopg://USER@HOST/DATABASE for many machines."
 
 
 def open_study(storage: optuna.storages.BaseStorage, name: str, objective: Objective) -> optuna.Study:

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import optuna
+from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from loadgen.slo import Bound
@@ -60,7 +61,10 @@ class Proposal:
 
 
 class Study:
-    """One search over ``space`` for the best ``objective``. Not thread-safe; one process at a time."""
+    """One search over ``space`` for the best ``objective``.
+
+    Not thread-safe. One process at a time may propose (see ``workers.py``); any number may tell.
+    """
 
     def __init__(
         self,
@@ -89,6 +93,11 @@ class Study:
         """Every finished trial's result, by number."""
         trials = self._study.get_trials(deepcopy=False)
         return [TrialResult.from_json(t.user_attrs["result"]) for t in trials if "result" in t.user_attrs]
+
+    @property
+    def running(self) -> list[FrozenTrial]:
+        """Trials that some worker measures, or measured when it died."""
+        return self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
     @property
     def baseline(self) -> TrialResult | None:
@@ -153,13 +162,18 @@ class Study:
             trial.report(value, step=1)
         self._study.tell(trial, state=TrialState.PRUNED)
 
-    def recover(self) -> int:
+    def recover(self, is_dead: Callable[[FrozenTrial], bool] = lambda trial: True) -> int:
         """Fail the trials that a dead process left running, and queue them again; returns how many."""
-        dead = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        dead = [trial for trial in self.running if is_dead(trial)]
         for trial in dead:
-            self._study.tell(trial.number, state=TrialState.FAIL)
-            if "config" in trial.user_attrs:  # else it died before it had decided what to launch
-                self._requeue(trial.user_attrs)
+            try:
+                self._study.tell(trial.number, state=TrialState.FAIL)
+            except (ValueError, UpdateFinishedTrialError):  # its worker lives after all, and has told it
+                continue
+            attributes = trial.user_attrs
+            config = attributes.get("config", attributes.get("queued"))
+            if config is not None:  # else it died before it had decided what to launch
+                self.enqueue(config, attributes.get("origin", "sampler"), attributes.get("deaths", 0) + 1)
         return len(dead)
 
     def interrupt(self, proposal: Proposal, reason: str) -> None:
@@ -168,11 +182,6 @@ class Study:
             proposal, TrialResult(proposal.number, proposal.config, proposal.origin, "interrupted", reason)
         )
         self.enqueue(proposal.config, proposal.origin)
-
-    def _requeue(self, attributes: Mapping[str, Any]) -> None:
-        self.enqueue(
-            attributes["config"], attributes.get("origin", "sampler"), attributes.get("deaths", 0) + 1
-        )
 
     def best(self) -> TrialResult | None:
         """The best feasible config so far, which may be the baseline."""
@@ -255,6 +264,10 @@ class Study:
             trial.set_user_attr("result", repeat.to_json())
             self._tell(trial, repeat, earlier.status)
             return None
+        if config_key(config) in {config_key(t.user_attrs["config"]) for t in self._begun()}:
+            reason = "another worker measures the same config"
+            self.tell(proposal, TrialResult(trial.number, config, origin, "interrupted", reason))
+            return None
         if trial.user_attrs.get("deaths", 0) > MAX_DEATHS:
             reason = "the tuner's process died twice while this config was tried"
             self.tell(
@@ -278,14 +291,17 @@ class Study:
         told = (r for r in self.results if r.status not in ("interrupted", "duplicate"))
         return next((r for r in told if config_key(r.config) == key), None)
 
+    def _begun(self) -> list[FrozenTrial]:
+        """Trials whose config is decided and whose result is not known yet."""
+        return [t for t in self.running if "config" in t.user_attrs]
+
     def _queued(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
 
     def _known(self) -> set[str]:
         """Keys of every config that is queued, runs in some worker, or came to something."""
         queued = [t.user_attrs["queued"] for t in self._queued() if "queued" in t.user_attrs]
-        running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        begun = [t.user_attrs["config"] for t in running if "config" in t.user_attrs]
+        begun = [t.user_attrs["config"] for t in self._begun()]
         told = [r.config for r in self.results if r.status != "interrupted"]
         return {config_key(config) for config in queued + begun + told}
 

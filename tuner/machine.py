@@ -1,0 +1,71 @@
+"""What a worker runs on, for the trials that it measures."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+_PROBE_SECONDS = 20
+
+
+@dataclass(frozen=True)
+class Machine:
+    host: str
+    pid: int
+    hardware: str
+    """What measurements depend on: the GPUs' names, else the processor's and how many of its cores."""
+    devices: str = ""
+    """CUDA_VISIBLE_DEVICES, where it is set."""
+
+    @classmethod
+    def here(cls) -> Machine:
+        return cls(socket.gethostname(), os.getpid(), _hardware(), os.environ.get(VISIBLE, ""))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def visible_devices() -> list[str]:
+    """What CUDA_VISIBLE_DEVICES lists, else the index of every NVIDIA GPU; empty where there is none."""
+    listed = os.environ.get(VISIBLE)
+    if listed is not None:
+        return [name.strip() for name in listed.split(",") if name.strip()]
+    return [line.partition(",")[0].strip() for line in _gpus()]
+
+
+def _hardware() -> str:
+    gpus = {line.split(",")[0].strip(): line.split(",")[-1].strip() for line in _gpus()}
+    if gpus:
+        names = [gpus.get(device, device) for device in visible_devices()]
+        return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU visible"
+    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _gpus() -> list[str]:
+    """``index, name`` of each NVIDIA GPU, as its driver's tool says."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    command = [tool, "--query-gpu=index,name", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [line for line in answer.stdout.splitlines() if line.strip()]
+
+
+def _processor() -> str:
+    """The processor's name; Linux says it in /proc."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())
