@@ -80,6 +80,7 @@ _SUFFIX = dict(
 _NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _ENV = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SHELL_STOP = re.compile(r"\|\|?|&&?|;|[\d&]*>.*")
+_SGLANG = re.compile(r"(^|[/ ])sglang( serve$|\.)")
 _CONTINUATION = re.compile(r"\\[ \t]*\r?\n")
 _DOCKER_SWITCHES = re.compile(
     "-[ditP]+|--(detach|interactive|tty|rm|init|privileged|read-only|publish-all|no-healthcheck|quiet)"
@@ -91,19 +92,22 @@ class ServerCommand:
     """How a server is started, taken apart. ``str(command)`` puts it together again, quoted for a shell."""
 
     program: str
-    """``vllm serve``, ``vtune serve``, ``python -m vllm.entrypoints.openai.api_server``, a Docker image,
-    or "" for bare flags."""
+    """``vllm serve``, ``vtune serve``, ``python -m vllm.entrypoints.openai.api_server``,
+    ``python -m sglang.launch_server``, a Docker image, or "" for bare flags."""
     model: str | None = None
     flags: dict[str, Any] = field(default_factory=dict)
+    """In vLLM's names, whosever server it is (see ``loadgen.sglang_flags``)."""
     env: dict[str, str] = field(default_factory=dict)
     rest: tuple[str, ...] = ()
     """The words before the program: ``docker run --gpus all``, ``taskset -c 0-3``, ``uv run``."""
 
     @property
-    def engine(self) -> Literal["vllm", "vtune", ""]:
+    def engine(self) -> Literal["vllm", "vtune", "sglang", ""]:
         """Whose flags these are; "" when the command does not say."""
         if not self.program:
             return ""
+        if _SGLANG.search(self.program):
+            return "sglang"
         return "vtune" if self.program.endswith("vtune serve") else "vllm"
 
     def with_flags(self, changes: Mapping[str, Any]) -> ServerCommand:
@@ -112,7 +116,12 @@ class ServerCommand:
         return replace(self, flags={name: value for name, value in merged.items() if value is not None})
 
     def words(self) -> list[str]:
-        """The command without its environment, as an argument vector."""
+        """The command without its environment, as an argument vector. Raises FlagError."""
+        if self.engine == "sglang":
+            from loadgen.sglang_flags import render_sglang
+
+            named = [] if self.model is None else ["--model-path", self.model]
+            return [*self.rest, *shlex.split(self.program), *named, *render_sglang(self.flags)]
         model: list[str] = []
         if self.model is not None:
             model = [self.model] if self.program.endswith("serve") else ["--model", self.model]
@@ -126,11 +135,11 @@ class ServerCommand:
 def parse_command(text: str) -> ServerCommand:
     """Read a server command, or bare flags, as one would type them.
 
-    Understands ``VAR=x vllm serve M …``, ``vtune serve M …``, ``docker run … IMAGE …`` and
-    ``python -m vllm.entrypoints.openai.api_server …``; ``--flag value``, ``--flag=value``, dashes or
-    underscores, ``--no-flag``, JSON values, ``--config.key value``, lines continued by a backslash.
-    Of a repeated flag the last one counts. What follows a pipe, a redirection or ``&`` is left out.
-    Raises FlagError.
+    Understands ``VAR=x vllm serve M …``, ``vtune serve M …``, ``docker run … IMAGE …``,
+    ``python -m vllm.entrypoints.openai.api_server …`` and ``python -m sglang.launch_server …``;
+    ``--flag value``, ``--flag=value``, dashes or underscores, ``--no-flag``, JSON values,
+    ``--config.key value``, lines continued by a backslash. Of a repeated flag the last one counts. What
+    follows a pipe, a redirection or ``&`` is left out. Raises FlagError.
     """
     env, words = split_words(text)
     if not words:
@@ -140,6 +149,11 @@ def parse_command(text: str) -> ServerCommand:
         env[match[1]] = match[2]
         rest = rest[:-1]
     flags, positional = _parse_flags(words)
+    if _SGLANG.search(program):
+        from loadgen.sglang_flags import from_sglang
+
+        flags = from_sglang(flags)
+        flags["model"] = flags.pop("model_path", None)
     model = flags.pop("model", None)
     if positional:
         if not program.endswith("serve") and not (rest and rest[0] in ("docker", "podman")):
@@ -169,7 +183,8 @@ def render(flags: Mapping[str, Any]) -> list[str]:
             words += [option, json.dumps(value)]
         else:
             item = str(value)
-            words += [f"{option}={item}"] if _is_flag(item) or not item else [option, item]
+            joined = not item or _is_flag(item) or _SHELL_STOP.fullmatch(item)
+            words += [f"{option}={item}"] if joined else [option, item]
     return words
 
 
@@ -202,16 +217,17 @@ def _find_program(words: list[str], text: str) -> tuple[list[str], str, list[str
     for at, word in enumerate(words):
         following = words[at + 1] if at + 1 < len(words) else ""
         name = word.rsplit("/", 1)[-1]
-        if name in ("vllm", "vtune") and following == "serve":
+        if name in ("vllm", "vtune", "sglang") and following == "serve":
             return words[:at], f"{shlex.quote(word)} serve", words[at + 2 :]
-        if word == "-m" and following.startswith("vllm.entrypoints.") and at > 0:
+        if word == "-m" and following.startswith(("vllm.entrypoints.", "sglang.")) and at > 0:
             return words[: at - 1], f"{shlex.quote(words[at - 1])} -m {following}", words[at + 2 :]
         if name in ("docker", "podman") and following == "run":
             image = _docker_image(words, at + 2)
             return words[:image], words[image], words[image + 1 :]
     raise FlagError(
         f"no server is named in {text.strip()[:120]!r}: write 'vllm serve MODEL …', 'vtune serve MODEL …', "
-        "'python -m vllm.entrypoints.openai.api_server …', 'docker run … IMAGE …', or only the flags"
+        "'python -m vllm.entrypoints.openai.api_server …', 'python -m sglang.launch_server …', "
+        "'docker run … IMAGE …', or only the flags"
     )
 
 

@@ -14,7 +14,17 @@ if TYPE_CHECKING:
     from loadgen.record import Records
     from loadgen.workload import Schedule
 
-ENVIRONMENTAL = frozenset({"not_found", "port_taken", "log", "disk_full", "unreachable", "not_restartable"})
+ENVIRONMENTAL = frozenset(
+    {
+        "not_found",
+        "model_not_found",
+        "port_taken",
+        "log",
+        "disk_full",
+        "unreachable",
+        "not_restartable",
+    }
+)
 """Reasons that say nothing about the config: the machine or the set-up is at fault."""
 
 
@@ -67,6 +77,8 @@ class OpenTarget(ABC):
     """Base URL without a trailing slash; "" for a target without HTTP."""
     model: str = ""
     """The model's name as the server gives it."""
+    version: str = ""
+    """The server's, as it reports it; "" where it does not."""
     max_model_len: int | None = None
     """The context length that the server reports, in tokens; None where it does not."""
     start_seconds: float = 0.0

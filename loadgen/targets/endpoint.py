@@ -25,6 +25,8 @@ _WATCH_SECONDS = 0.2
 _EXIT_SECONDS = 5.0
 """How long a server that stopped answering may take to be gone."""
 _HTTP_TIMEOUT = 2.0
+_VERSION_PATHS = ("/version", "/get_server_info")
+"""vLLM's and ours, then SGLang's."""
 
 
 class OpenServer(OpenTarget):
@@ -147,6 +149,11 @@ class OpenServer(OpenTarget):
         if models and isinstance(models[0], dict):
             self.model = self.model or str(models[0].get("id", ""))
             self.max_model_len = models[0].get("max_model_len")
+        for path in _VERSION_PATHS:
+            told = self._http.get(path, _HTTP_TIMEOUT).json()
+            if isinstance(told, dict) and isinstance(told.get("version"), str):
+                self.version = told["version"]
+                return
 
     def _start_failed(self, reason: str, detail: str) -> StartFailed:
         return StartFailed(reason, detail, self.log_tail(), self.log_path)

@@ -28,7 +28,7 @@ _SIGNS = [
     (
         "out_of_memory",
         r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory|Cannot allocate memory"
-        r"|less than desired GPU memory utilization",
+        r"|less than desired GPU memory utilization|less than requested memory",
     ),
     (
         "bad_flag",
@@ -39,11 +39,17 @@ _SIGNS = [
     (
         "model_not_found",
         r"not a valid model identifier|Repository Not Found|does not appear to have a file named"
-        r"|can't load the configuration|model .*(not found|does not exist|no such file)",
+        r"|can't load the configuration|model .*(not found|does not exist|no such file)"
+        r"|Repo id must be in the form|Cannot find an appropriate cached snapshot folder"
+        r"|Cannot find the requested files in the (local cache|disk cache)",
     ),
     ("disk_full", r"No space left on device|Disk quota exceeded"),
 ]
 _PATTERNS = [(reason, re.compile(pattern, re.IGNORECASE)) for reason, pattern in _SIGNS]
+_ERROR = re.compile(r"\b\w*(Error|Exception): |\berror: ")
+_HEADLINE = re.compile(r"\bvalidation errors? for \w+$")
+_ELSEWHERE = re.compile("See (root cause|stack trace) above")
+"""Errors that only point to another one."""
 _BLANK = " \t│╭╮╰╯─"
 """Around a message: blanks, and the box that some programs draw."""
 _SIGNALS = {6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
@@ -55,13 +61,22 @@ def classify(log: str, status: int) -> Failure:
     for reason, pattern in _PATTERNS:
         if (reason == "not_found") != (status == CANNOT_START):
             continue
-        for line in reversed(lines):
-            if pattern.search(line):
-                return Failure(reason, line[:400])
+        for at in reversed(range(len(lines))):
+            if pattern.search(lines[at]):
+                # pydantic says below its headline which field it is, and why
+                more = lines[at + 1 : at + 3] if _HEADLINE.search(lines[at]) else []
+                return Failure(reason, " ".join([lines[at], *more])[:400])
     if status > 128:
         number = status - 128
         name = _SIGNALS.get(number, f"signal {number}")
         hint = ": often the kernel, short of memory" if number == 9 else ""
         return Failure("killed", f"the server was ended by {name}{hint}")
-    last = f"; its last line: {lines[-1][:300]}" if lines else "; it printed nothing"
-    return Failure("exited", f"the server exited with status {status}{last}")
+    return Failure("exited", f"the server exited with status {status}; {_last_words(lines)}")
+
+
+def _last_words(lines: list[str]) -> str:
+    """The last error that a log names, else its last line: what follows an error is often only tidying up."""
+    errors = [line for line in lines if _ERROR.search(line) and not _ELSEWHERE.search(line)]
+    if errors:
+        return f"its last error: {errors[-1][:300]}"
+    return f"its last line: {lines[-1][:300]}" if lines else "it printed nothing"

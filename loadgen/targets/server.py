@@ -13,17 +13,29 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from loadgen.flags import FlagError, render, split_words
+from loadgen.sglang_flags import render_sglang
 from loadgen.target import StartFailed, Target
 from loadgen.targets.endpoint import OpenServer
 from loadgen.targets.http import Http
+from loadgen.targets.offered_flags import OfferedFlags, read_offered_flags
 from loadgen.targets.process import ServerProcess
 
 DEFAULT_PORT = 8000
 """The port in commands that are shown; vLLM's and ours."""
 _PORT_ATTEMPTS = 3
+Kind = Literal["bundled", "vllm", "sglang", ""]
+"""Whose flags a server takes; "" where its command does not say."""
+_HELP: dict[Kind, tuple[tuple[str, ...], ...]] = {
+    "bundled": (("--help",),),
+    "vllm": (("--help=all",), ("--help",)),  # before 0.9 there was no page of all flags
+    "sglang": (("--help",),),
+}
+_LOOPBACK = ("--host", "127.0.0.1")
+_SERVE: dict[str, Kind] = {"vtune": "bundled", "vllm": "vllm", "sglang": "sglang"}
+"""Program -> whose flags follow its ``serve``."""
 
 
 class ServerTarget(Target):
@@ -31,10 +43,11 @@ class ServerTarget(Target):
 
     ``template`` is that command, as one would type it: ``VAR=x my-server {flags} --port {port}``. ``{flags}``
     and ``--port {port}`` are appended where they are missing; a literal ``--port N`` is replaced, since every
-    server gets a free port. No shell is involved; ``vtune`` is the one of this interpreter. Each start logs
-    to a new file in ``log_dir`` (default: a temporary directory). Seconds: ``start_timeout`` until healthy,
-    ``probe_timeout`` until the first answer, ``grace`` between SIGTERM and SIGKILL. Raises FlagError for a
-    template that is empty or cannot be split.
+    server gets a free port. No shell is involved; ``vtune`` is the one of this interpreter. Configs are in
+    vLLM's names; SGLang is given its own. vLLM listens on 127.0.0.1 unless the template says otherwise. Each
+    start logs to a new file in ``log_dir`` (default: a temporary directory). Seconds: ``start_timeout`` until
+    healthy, ``probe_timeout`` until the first answer, ``grace`` between SIGTERM and SIGKILL. Raises FlagError
+    for a template that is empty or cannot be split.
     """
 
     def __init__(
@@ -57,6 +70,8 @@ class ServerTarget(Target):
                 f"{template!r} names no program: write e.g. 'my-server {{flags}} --port {{port}}'"
             )
         self._words = _with_placeholders(words)
+        self.kind, self._program_words = _kind(words)
+        self._render = render_sglang if self.kind == "sglang" else render
         self._env = {**template_env, **(env or {})}
         self._executable = list(executable) or (_own_command() if words[0] == "vtune" else [])
         """What runs in place of the template's first word; what is shown is the template."""
@@ -79,9 +94,30 @@ class ServerTarget(Target):
         options = {"name": "vllm", "exclusive": True, **options}
         return cls(f"vllm serve {shlex.quote(model)} {{flags}} --port {{port}}", **options)
 
+    @classmethod
+    def sglang(cls, model: str, **options: Any) -> ServerTarget:
+        """SGLang, as installed beside us. Its metrics must be asked for."""
+        options = {"name": "sglang", "exclusive": True, **options}
+        words = f"python -m sglang.launch_server --model-path {shlex.quote(model)}"
+        return cls(f"{words} --enable-metrics {{flags}} --port {{port}}", **options)
+
     def launch_command(self, config: Mapping[str, Any]) -> str:
+        """Raises FlagError for a flag of vLLM's that the server has nothing like."""
         env = [f"{name}={shlex.quote(value)}" for name, value in self._env.items()]
-        return " ".join([*env, shlex.join(_fill(self._words, config, DEFAULT_PORT))])
+        return " ".join([*env, shlex.join(self._fill(config, DEFAULT_PORT))])
+
+    def offered_flags(self) -> OfferedFlags | None:
+        """What the installed program takes, in its own names; None where it cannot be asked."""
+        if not self.kind:
+            return None
+        words = [*self._executable, *self._words[1 : self._program_words]]
+        if not self._executable:
+            words = [self._words[0], *words]
+        program = self._which(words[0])
+        if program is None:
+            return None
+        ours = self.kind == "bundled"  # quick to ask, and its flags change without its program
+        return read_offered_flags([program, *words[1:]], _HELP[self.kind], self._env, cached=not ours)
 
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenServer]:
@@ -108,9 +144,14 @@ class ServerTarget(Target):
                 process.stop()
 
     def _launch(self, config: Mapping[str, Any], port: int) -> ServerProcess:
-        words = _fill(self._words, config, port)
+        try:
+            words = self._fill(config, port)
+        except FlagError as error:
+            raise StartFailed("bad_flag", str(error)) from None
+        if self.kind == "vllm" and "--host" not in words:  # its default is every address of the machine
+            words += _LOOPBACK
         command = [*self._executable, *words[1:]] if self._executable else words
-        program = shutil.which(command[0])
+        program = self._which(command[0])
         if program is None:
             raise StartFailed(
                 "not_found",
@@ -121,6 +162,16 @@ class ServerTarget(Target):
             return ServerProcess([program, *command[1:]], log_path=log_path, env=self._env, grace=self._grace)
         except OSError as error:
             raise StartFailed("log", f"{error.filename}: {error.strerror}") from None
+
+    def _which(self, program: str) -> str | None:
+        return shutil.which(program, path=self._env.get("PATH"))
+
+    def _fill(self, config: Mapping[str, Any], port: int) -> list[str]:
+        """The template's words with the flags and the port in them."""
+        filled: list[str] = []
+        for word in self._words:
+            filled += self._render(config) if word == "{flags}" else [word.replace("{port}", str(port))]
+        return filled
 
     def _next_log(self) -> Path:
         if self._log_dir is None:
@@ -170,8 +221,18 @@ def _with_placeholders(words: Sequence[str]) -> list[str]:
     return filled if own_port else [*filled, "--port", "{port}"]
 
 
-def _fill(words: Sequence[str], config: Mapping[str, Any], port: int) -> list[str]:
-    filled: list[str] = []
-    for word in words:
-        filled += render(config) if word == "{flags}" else [word.replace("{port}", str(port))]
-    return filled
+def server_kind(template: str) -> Kind:
+    """Whose flags the server of a command template takes. Raises FlagError for quotes that do not match."""
+    return _kind(split_words(template)[1])[0]
+
+
+def _kind(words: Sequence[str]) -> tuple[Kind, int]:
+    """(whose server it is, how many words come before the server's own flags); ("", 0) for an unknown one."""
+    for at, (word, following) in enumerate(itertools.pairwise(words)):
+        if following == "serve" and (kind := _SERVE.get(Path(word).name)):
+            return kind, at + 2
+        if word == "-m" and following.startswith("vllm.entrypoints."):
+            return "vllm", at + 2
+        if word == "-m" and following.startswith("sglang."):
+            return "sglang", at + 2
+    return "", 0
