@@ -1,7 +1,8 @@
-"""Test helper: the real scheduler and vLLM's metrics on a virtual clock.
+"""The real scheduler and vLLM's metrics on a virtual clock: recordings of servers that never ran.
 
-Step times are a model fitted to recordings of a real vLLM (SmolLM2-135M on one CPU core): a fixed cost, a
-cost a token, and a cost for every token attended to. A minute of load takes a fraction of a second.
+Step times are a model: a fixed cost, a cost a token, and a cost for every token attended to. :data:`CPU` is
+fitted to recordings of a real vLLM (SmolLM2-135M on one CPU core). A minute of load takes a fraction of a
+second.
 """
 
 from __future__ import annotations
@@ -20,11 +21,37 @@ from engine.metrics import PrometheusMetrics
 from engine.request import Request, SamplingParams
 from engine.step import StepPlan, StepResult
 
-FIXED, PER_TOKEN, PER_PAIR = 0.026, 0.0012, 0.81e-6
-DECODE_TOKEN, DECODE_PAIR = 0.0010, 3.3e-6
-BLOCK, BLOCKS, CONTEXT = 128, 728, 4096
-SCRAPE_EVERY = 2.0
+CONTEXT = 4096
 START_MS = 1_700_000_000_000
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a step takes, in seconds, and the KV pool of such a machine in blocks of ``block`` tokens."""
+
+    fixed: float
+    per_token: float
+    per_pair: float
+    decode_token: float
+    decode_pair: float
+    block: int
+    blocks: int
+
+    def times(self, factor: float) -> Pace:
+        """A machine whose steps take ``factor`` times as long."""
+        return replace(
+            self,
+            fixed=factor * self.fixed,
+            per_token=factor * self.per_token,
+            per_pair=factor * self.per_pair,
+            decode_token=factor * self.decode_token,
+            decode_pair=factor * self.decode_pair,
+        )
+
+
+CPU = Pace(0.026, 0.0012, 0.81e-6, 0.0010, 3.3e-6, block=128, blocks=728)
+GPU = Pace(0.0075, 30e-6, 2e-9, 25e-6, 12e-9, block=16, blocks=4000)
+"""Of the size of an 8B model on a card with 24 GB; not measured."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +82,18 @@ class _Runner:
     def allocate(self, num_blocks: int) -> None:
         pass
 
+    def allocate_host(self, num_blocks: int) -> None:
+        pass
+
     def execute(self, plan: StepPlan) -> StepResult:
-        chance, seconds = self.server.chance, FIXED
+        chance, pace = self.server.chance, self.server.pace
+        seconds = pace.fixed
         tokens: dict[str, list[int]] = {}
         for item in plan.scheduled:
             pairs = item.num_tokens * (item.start + item.num_tokens / 2)
             decodes = item.num_tokens <= 1 + self.drafts
-            seconds += item.num_tokens * (DECODE_TOKEN if item.num_tokens == 1 else PER_TOKEN)
-            seconds += pairs * (DECODE_PAIR if decodes else PER_PAIR)
+            seconds += item.num_tokens * (pace.decode_token if item.num_tokens == 1 else pace.per_token)
+            seconds += pairs * (pace.decode_pair if decodes else pace.per_pair)
             if item.emits:
                 accepted = 0
                 while accepted < len(item.drafts) and chance.random() < self.acceptance:
@@ -75,24 +106,36 @@ class _Runner:
 class VirtualServer:
     """A server with these flags, its clients, and whoever scrapes it."""
 
-    def __init__(self, seed: int = 0, acceptance: float = 0.0, **flags: Any) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        acceptance: float = 0.0,
+        pace: Pace = CPU,
+        scrape_every: float = 2.0,
+        **flags: Any,
+    ) -> None:
         self.chance, self.clock, self.now = Random(seed), 0.0, 0.0
+        self.pace, self.scrape_every = pace, scrape_every
         self.flags = dict(flags)
         drafts = flags.pop("num_speculative_tokens", 0)
         speculative = SpeculativeConfig(num_speculative_tokens=drafts) if drafts else None
         if self.flags.pop("num_speculative_tokens", None):
             self.flags["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts}
-        blocks = flags.pop("num_gpu_blocks_override", BLOCKS)
+        blocks = flags.pop("num_gpu_blocks_override", pace.blocks)
         config = EngineConfig(
             max_model_len=CONTEXT,
-            block_size=BLOCK,
+            block_size=pace.block,
             num_gpu_blocks_override=blocks,
             speculative_config=speculative,
             device_memory=1 << 34,
             **flags,
         )
         self.core = EngineCore(config, _Runner(self, drafts, acceptance), lambda: self.clock)
-        cache = {"block_size": BLOCK, "num_gpu_blocks": blocks, "enable_prefix_caching": True}
+        cache = {
+            "block_size": pace.block,
+            "num_gpu_blocks": blocks,
+            "enable_prefix_caching": config.enable_prefix_caching,
+        }
         self.metrics = PrometheusMetrics(
             "m", max_model_len=CONTEXT, num_speculative_tokens=drafts, cache_info=cache
         )
@@ -137,7 +180,7 @@ class VirtualServer:
             elif self._events:
                 self._scrape_before(min(self._events[0][0], until))
                 self.clock = min(self._events[0][0], until)
-        self._scrape_before(self.clock + 2 * SCRAPE_EVERY)
+        self._scrape_before(self.clock + 2 * self.scrape_every)
         return self.scrapes
 
     def _at(self, time: float, event: Callable[[], None]) -> None:
@@ -172,5 +215,5 @@ class VirtualServer:
                 then()
 
     def _scrape_before(self, time: float) -> None:
-        while (due := len(self.scrapes) * SCRAPE_EVERY) < time:
+        while (due := len(self.scrapes) * self.scrape_every) < time:
             self.scrapes.append((START_MS + round(due * 1000), self.metrics.render().decode()))
