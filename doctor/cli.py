@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from doctor.diff_cli import diff_command
 from doctor.export_cli import export_app
 from doctor.options import assumptions, choose_source, stop
+from doctor.playbook_cli import playbook_app
 
 if TYPE_CHECKING:
     from doctor.finding import Diagnosis
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 doctor_app = typer.Typer(invoke_without_command=True, no_args_is_help=True, rich_markup_mode="rich")
 doctor_app.add_typer(export_app, name="export")
 doctor_app.command("diff")(diff_command)
-playbook_app = typer.Typer(no_args_is_help=True, help="The symptoms that the doctor knows, and their cures.")
 
 
 class Format(StrEnum):
@@ -161,44 +161,6 @@ def doctor(
     except KeyboardInterrupt:
         stop("interrupted before two scrapes were taken", code=130)
     raise typer.Exit(_exit_code(diagnosis, fail_on))
-
-
-@playbook_app.command("list")
-def list_playbooks() -> None:
-    """List every symptom: id, severity, title.
-
-    Example: vtune playbook list
-    """
-    for book in _playbooks():
-        typer.echo(f"{book.id:26} {book.severity:9} {book.title}")
-
-
-@playbook_app.command("show")
-def show_playbook(
-    identity: Annotated[str, typer.Argument(metavar="ID", help="A symptom's id, such as seq-cap.")],
-) -> None:
-    """Print one playbook: its rule, its cures, what goes on, when the cure does not help.
-
-    Example: vtune playbook show seq-cap
-    """
-    import difflib
-    from importlib import resources
-
-    known = [book.id for book in _playbooks()]
-    if identity not in known:
-        near = difflib.get_close_matches(identity, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "see vtune playbook list"
-        stop(f"no playbook {identity!r}; {hint}")
-    typer.echo(resources.files("playbooks").joinpath(f"{identity}.md").read_text(encoding="utf-8"), nl=False)
-
-
-def _playbooks() -> Any:
-    from doctor.playbook import PlaybookError, load_all
-
-    try:
-        return load_all()
-    except PlaybookError as error:
-        stop(str(error))
 
 
 def _rolling(source: Source) -> Source:

@@ -122,7 +122,9 @@ def judge(expected: Expectation, figure: str, seen: Change) -> Outcome:
     if expected.kind == "may":
         return "allowed"
     if expected.kind == "range":
-        return "open" if math.isnan(seen.b) else "met" if expected.low <= seen.b <= expected.high else "missed"
+        return (
+            "open" if math.isnan(seen.b) else "met" if expected.low <= seen.b <= expected.high else "missed"
+        )
     if expected.kind == "none" and seen.b == 0:
         return "met"
     if math.isnan(seen.ratio):
@@ -141,7 +143,7 @@ def judge(expected: Expectation, figure: str, seen: Change) -> Outcome:
         case "none":
             return "met" if seen.high < _HALF else "missed" if seen.low > _HALF else "open"
         case _:
-            inside = 1 - _SAME <= seen.low and seen.high <= 1 + _SAME
+            inside = seen.low >= 1 - _SAME and seen.high <= 1 + _SAME
             outside = seen.low > 1 + _SAME or seen.high < 1 - _SAME
             return "met" if inside else "missed" if outside else "open"
 

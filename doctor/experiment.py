@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from doctor.expectation import parse_expectation
+
 BUNDLED = "bundled"
 SIMULATED = "simulated:"
 NONE = re.compile(r"none, because \S.*", re.DOTALL)
@@ -85,6 +87,8 @@ class Experiment:
     assume: Mapping[str, float]
     claims: Mapping[str, str]
     """What is expected of which figure, where the experiment sees more than ``expect`` says."""
+    folklore: Mapping[str, str]
+    """The same as a widespread belief has it, on a page that refutes it: ``instead`` does what it advises."""
     earlier: Side | None
     """The time before, for rules that compare with a baseline."""
     acceptance: float
@@ -147,6 +151,7 @@ def _experiment(given: Mapping[str, Any]) -> Experiment:
         slo=rest.get("slo"),
         assume=rest.get("assume", {}),
         claims=rest.get("claims", {}),
+        folklore=rest.get("folklore", {}),
         earlier=None if earlier is None else overlaid(sick, earlier),
         acceptance=rest.get("acceptance", 0.6),
         restart=rest.get("restart", False),
@@ -246,8 +251,15 @@ def _numbers(key: str, value: Any) -> dict[str, float]:
     return {str(name): _number(0)(f"{key}.{name}", item) for name, item in _mapping(key, value).items()}
 
 
-def _words(key: str, value: Any) -> dict[str, str]:
-    return {str(name): str(text) for name, text in _mapping(key, value).items()}
+def _expectations(key: str, value: Any) -> dict[str, str]:
+    """Of signals or of the client's figures, which may name a class."""
+    read = {str(name): str(text) for name, text in _mapping(key, value).items()}
+    for name, text in read.items():
+        try:
+            parse_expectation(text)
+        except ValueError as error:
+            raise ExperimentError(f"{key}.{name}: {error}") from None
+    return read
 
 
 _STREAM: Mapping[str, Callable[[str, Any], Any]] = {
@@ -281,7 +293,8 @@ _OWN: Mapping[str, Callable[[str, Any], Any]] = {
     "assume": _numbers,
     "remedy": _whole(0),
     "instead": _mapping,
-    "claims": _words,
+    "claims": _expectations,
+    "folklore": _expectations,
     "earlier": _mapping,
     "acceptance": _number(0),
     "restart": _switch,

@@ -72,7 +72,9 @@ class _Prompts:
         self.stream = stream
         self.times_rng, self._lengths, prompts = np.random.default_rng((seed, number)).spawn(3)
         self._source = PromptSource(vocab_size, prompts)
-        self._shared = [self._source.tokens(stream.shared) if stream.shared else () for _ in range(stream.groups)]
+        self._shared = [
+            self._source.tokens(stream.shared) if stream.shared else () for _ in range(stream.groups)
+        ]
         self._turn = itertools.count()
 
     def request(self, index: int, group: int | None = None, intended: float = 0.0) -> PlannedRequest:
@@ -114,7 +116,7 @@ def _arrivals(stream: Stream, source: _Prompts, seconds: float) -> Iterator[Plan
 
 
 def _numbered(planned: Sequence[PlannedRequest]) -> tuple[PlannedRequest, ...]:
-    """By intended time, as an open loop wants it; each further turn of a chain stays behind the one before."""
+    """By intended time, as an open loop wants it; a further turn of a chain stays behind the one before."""
     order = sorted(range(len(planned)), key=lambda n: (planned[n].intended, n))
     place = {old: new for new, old in enumerate(order)}
     return tuple(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -28,9 +29,11 @@ class Stage(Target):
     """Opens the sides of one experiment. A config is ``{"side": Side}``: flags alone do not say how many
     replicas there are, or how long clients wait."""
 
-    def __init__(self, where: str, model: str, *, acceptance: float = 0.6, log_dir: Path | None = None) -> None:
+    def __init__(
+        self, where: str, model: str, *, acceptance: float = 0.6, log_dir: Path | None = None
+    ) -> None:
         """Raises ExperimentError for a place that cannot be read."""
-        self.name, self._model, self._acceptance = where, model, acceptance
+        self.name, self.model, self._acceptance = where, model, acceptance
         self._log_dir = log_dir
         self.simulated = where.startswith(SIMULATED)
         if not self.simulated and where != BUNDLED:
@@ -44,11 +47,11 @@ class Stage(Target):
     def target_of(self, side: Side) -> Target:
         """The kind of server that ``side`` runs on. Raises ExperimentError."""
         if not self.simulated:
-            return ServerTarget.bundled(self._model, log_dir=self._log_dir)
+            return ServerTarget.bundled(self.model, log_dir=self._log_dir)
         try:
             return SimulatedTarget(
                 self.name,
-                model_file(side.model or self._model),
+                model_file(side.model or self.model),
                 replicas=side.replicas,
                 routing=cast("Policy", side.routing),
                 acceptance=self._acceptance,
@@ -59,7 +62,10 @@ class Stage(Target):
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenTarget]:
         side: Side = config["side"]
-        with self.target_of(side).open(side.engine) as server:
+        with ExitStack() as stack:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a flag without effect is what some experiments show
+                server = stack.enter_context(self.target_of(side).open(side.engine))
             yield _Open(server, side)
 
     def launch_command(self, config: Mapping[str, Any]) -> str:

@@ -42,6 +42,10 @@ class Prescription:
     text: str
     uncertain: Mapping[str, str]
     """Flags it was computed from that nobody told us, with where the value is from."""
+    remedy: int = 0
+    """Which of the playbook's cures it is."""
+    standing: str = "not verified"
+    """Whether an experiment has proven it: as :func:`doctor.standing.standing` says."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +160,8 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
                 "args": p.args,
                 "text": p.text,
                 "uncertain": dict(p.uncertain),
-                "verified": False,
+                "standing": p.standing,
+                "verified": p.standing.startswith("verified"),
             }
             for p in finding.prescriptions
         ],

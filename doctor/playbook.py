@@ -16,6 +16,8 @@ from importlib import resources
 from typing import Any, Literal, cast, get_args
 
 from doctor import expression
+from doctor.expectation import parse_expectation
+from doctor.experiment import ExperimentError, Reproduction, read_reproduction
 from doctor.expression import All, AnyOf, Clause, Comparison, Expression, ExpressionError
 from doctor.flags import FLAG_NAMES
 from doctor.signals import SIGNALS
@@ -93,7 +95,7 @@ class Playbook:
     cost: Expression | None
     explains: tuple[str, ...]
     show: tuple[str, ...]
-    reproduce: Mapping[str, Any]
+    reproduction: Reproduction
     prose: str
     refutes: str | None = None
     """The folklore that this page answers. Such a page may have no rule."""
@@ -183,7 +185,7 @@ class _Reader:
             cost=None if cost is None else self.expression("cost", cost),
             explains=tuple(map(str, self.sequence("explains", self.matter.get("explains", [])))),
             show=self.show(),
-            reproduce=self.mapping("reproduce", self.matter.get("reproduce", {})),
+            reproduction=self.reproduction(),
             prose=prose,
             refutes=None if "refutes" not in self.matter else self.text("refutes"),
         )
@@ -212,7 +214,19 @@ class _Reader:
         for name in expected:
             if name not in SIGNALS:
                 raise self.error("expect", f"no signal {name!r}{_near(name, SIGNALS)}")
+            try:
+                parse_expectation(str(expected[name]))
+            except ValueError as error:
+                raise self.error(f"expect.{name}", str(error)) from None
         return {name: str(change) for name, change in expected.items()}
+
+    def reproduction(self) -> Reproduction:
+        if "reproduce" not in self.matter:
+            return Reproduction(why_none="nobody has written an experiment yet")
+        try:
+            return read_reproduction(self.matter["reproduce"])
+        except ExperimentError as error:
+            raise self.error("reproduce", str(error)) from None
 
     def show(self) -> tuple[str, ...]:
         names = [str(name) for name in self.sequence("show", self.matter.get("show", []))]

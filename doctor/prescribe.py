@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from doctor import rules
@@ -14,12 +15,13 @@ from doctor.flags import SWITCHES, Flags
 from doctor.patient import Patient
 from doctor.playbook import Playbook, Remedy
 from doctor.reading import Number, Reading
+from doctor.standing import standing
 
 
 def prescriptions(book: Playbook, patient: Patient) -> tuple[Prescription, ...]:
     """The remedies that apply here, as exact flags."""
     built = []
-    for remedy in book.remedies:
+    for number, remedy in enumerate(book.remedies):
         needed = remedy.needs.judge(patient.lookup)
         if needed.value is False or any(item.kind != "flag" for item in needed.missing):
             continue
@@ -29,7 +31,7 @@ def prescriptions(book: Playbook, patient: Patient) -> tuple[Prescription, ...]:
             continue
         prescription = _prescription(remedy, patient, condition)
         if prescription is not None:
-            built.append(prescription)
+            built.append(replace(prescription, remedy=number, standing=standing(book, number)))
     return tuple(built)
 
 

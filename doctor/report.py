@@ -89,9 +89,9 @@ def _evidence(item: Evidence, queries: bool) -> list[str]:
 def prescription_lines(item: Prescription) -> list[str]:
     """One remedy: the flags or the advice, then why and with what reservations."""
     if not item.changes:
-        return [f"do: {item.text}"]
+        return [f"do: {item.text}   [{item.standing}]"]
     was = ", ".join(f"{name} was {_plain(value)}" for name, value in item.was.items() if value is not None)
-    lines = [f"try: {item.args}" + (f"   ({was})" if was else "")]
+    lines = [f"try: {item.args}" + (f"   ({was})" if was else "") + f"   [{item.standing}]"]
     if item.text:
         lines.append(f"     {item.text}")
     if item.uncertain:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from enum import Enum
 from functools import cache
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 Read = Callable[[Any, str], Any]
@@ -18,7 +18,8 @@ SHOWN = 40
 def from_json(kind: type[T], value: Any, where: str) -> T:
     """An instance of the dataclass ``kind``. Raises ValueError; the message begins with ``where``.
 
-    Knows int, float, str, bool, None and their unions, enums by value, tuples, mappings, and dataclasses.
+    Knows int, float, str, bool, None and their unions, literals, enums by value, tuples, mappings, and
+    dataclasses.
     """
     annotation: Any = kind
     made: T = _reader(annotation)(value, where)
@@ -28,6 +29,8 @@ def from_json(kind: type[T], value: Any, where: str) -> T:
 @cache
 def _reader(kind: Any) -> Read:
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return _literal(arguments)
     if origin in (Union, types.UnionType):
         return _union([_reader(argument) for argument in arguments])
     if origin is tuple and arguments[-1] is Ellipsis:
@@ -47,6 +50,15 @@ def _plain(kind: Any) -> Read:
 
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{where} is {_shown(value)}")
+        return value
+
+    return read
+
+
+def _literal(words: tuple[Any, ...]) -> Read:
+    def read(value: Any, where: str) -> Any:
+        if value not in words:
             raise ValueError(f"{where} is {_shown(value)}")
         return value
 

@@ -1,0 +1,309 @@
+"""The proof of a cure: bring the symptom about, let the doctor find it, do what it says, measure in pairs."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from doctor.diagnose import diagnose
+from doctor.expectation import Outcome, change, judge, parse_expectation
+from doctor.experiment import Experiment, ExperimentError, Side
+from doctor.experiment_load import describe, schedule
+from doctor.experiment_target import Stage, opened
+from doctor.finding import Diagnosis, Finding, Prescription
+from doctor.playbook import Playbook
+from doctor.proof import Proof, Row, Symptom, Verdict
+from doctor.reading import Number
+from doctor.report import quantity
+from doctor.signals import SIGNALS
+from doctor.sources import Scrapes, SourceError
+from doctor.standing import fingerprint
+from loadgen.compare import Comparison, compare, split_metric
+from loadgen.flags import render
+from loadgen.record import Records
+from loadgen.stats import METRICS, RATES
+from loadgen.workload import Schedule
+
+CLIENT_NAMES = {"generation_rate": "throughput"}
+"""Signals of the server that a client measures better, by the client's name for it."""
+ALWAYS = ("itl_p99", "ttft_p95", "throughput")
+_SUMMED = ("requests", "count", "tokens/s", "1/s")
+_SYMPTOM_SEED = 0
+Tell = Callable[[str], None]
+
+
+class Interrupted(Exception):
+    """Somebody asked to stop; nothing is left running."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How much is measured. ``seconds`` None: as the experiment says."""
+
+    pairs: int = 4
+    seconds: float | None = None
+    seed: int = 0
+
+
+def prove(
+    book: Playbook,
+    number: int,
+    stage: Stage,
+    terms: Terms,
+    *,
+    tell: Tell = lambda _: None,
+    stop: threading.Event | None = None,
+) -> Proof:
+    """Carry out the experiment ``number`` of a page on ``stage``.
+
+    Raises TargetFailed, ExperimentError, Interrupted.
+    """
+    return _Trial(book, number, stage, terms, tell, stop or threading.Event()).proof()
+
+
+class _Trial:
+    """One experiment on its way."""
+
+    def __init__(
+        self, book: Playbook, number: int, stage: Stage, terms: Terms, tell: Tell, stop: threading.Event
+    ) -> None:
+        self.book, self.number, self.stage, self.terms = book, number, stage, terms
+        self.experiment: Experiment = book.reproduction.experiments[number]
+        self.seconds = terms.seconds or self.experiment.seconds
+        self.tell, self.stop = tell, stop
+
+    def proof(self) -> Proof:
+        sick, diagnosis = self.experiment.sick, None
+        if self.book.when.parts:
+            diagnosis = self._diagnosis()
+        symptom, prescription = self._found(diagnosis)
+        folklore = bool(self.experiment.folklore)
+        changes: Mapping[str, Any] = {} if prescription is None or folklore else prescription.changes
+        cured = self.experiment.cured(changes)
+        blank = self._blank(symptom, prescription, cured)
+        if self.book.when.parts and (not symptom.rank or (prescription is None and not folklore)):
+            why = () if not symptom.rank else (self._not_prescribed(diagnosis),)
+            return replace(blank, notes=why)
+        if cured == sick:
+            raise ExperimentError(
+                f"{self.book.id}: nothing stands for the advice; say under instead: what to do otherwise"
+            )
+        found = self._compare(cured)
+        rows, failed = self._rows(found), sum(not r.ok for pair in found.pairs for r in pair.b.requests)
+        verdict, notes = _verdict(rows, found)
+        if failed:
+            notes.append(f"{failed} requests failed on side B")
+        return replace(blank, verdict=verdict, rows=rows, pairs=len(found.pairs), notes=tuple(notes))
+
+    # The symptom.
+
+    def _diagnosis(self) -> Diagnosis:
+        earlier = self.experiment.earlier
+        before = None if earlier is None else self._run(earlier, "the time before")
+        records = self._run(self.experiment.sick, "the symptom")
+        return diagnose(
+            Scrapes(records.scrapes, self.stage.name),
+            self._flags(self.experiment.sick),
+            self.experiment.slo,
+            assume=self.experiment.assume,
+            engine=None if self.stage.simulated else "vtune",
+            baseline=None if before is None else Scrapes(before.scrapes, "the time before"),
+            baseline_flags=None if earlier is None else self._flags(earlier),
+        )
+
+    def _flags(self, side: Side) -> dict[str, Any]:
+        return {**self.stage.defaults, **side.engine}
+
+    def _run(self, side: Side, what: str) -> Records:
+        self.tell(what)
+        with opened(self.stage, side) as server:
+            records = server.run(self._schedule(side, _SYMPTOM_SEED), stop=self.stop)
+        self._raise_if_stopped()
+        return records
+
+    def _found(self, diagnosis: Diagnosis | None) -> tuple[Symptom, Prescription | None]:
+        if diagnosis is None:
+            return Symptom(0, ()), None
+        roots = [finding for finding in diagnosis.findings if finding.suppressed_by is None]
+        ids = tuple(dict.fromkeys(finding.id for finding in roots))
+        rank = ids.index(self.book.id) + 1 if self.book.id in ids[:2] else 0
+        if not rank:
+            return Symptom(0, ids), None
+        finding = next(finding for finding in roots if finding.id == self.book.id)
+        return Symptom(rank, ids, _evidence(finding)), self._prescription(finding)
+
+    def _prescription(self, finding: Finding) -> Prescription | None:
+        wanted = self.experiment.remedy
+        if wanted is not None:
+            return next((p for p in finding.prescriptions if p.remedy == wanted), None)
+        with_flags = [p for p in finding.prescriptions if p.changes]
+        return next(iter([*with_flags, *finding.prescriptions]), None)
+
+    def _not_prescribed(self, diagnosis: Diagnosis | None) -> str:
+        given = [] if diagnosis is None else [
+            p.args or p.text for f in diagnosis.findings if f.id == self.book.id for p in f.prescriptions
+        ]  # fmt: skip
+        return f"the doctor prescribed something else: {'; '.join(given) or 'nothing'}"
+
+    # The proof.
+
+    def _schedule(self, side: Side, seed: int) -> Schedule:
+        return schedule(side.load, seed=seed, seconds=self.seconds, warmup=side.warmup)
+
+    def _compare(self, cured: Side) -> Comparison:
+        sick = self.experiment.sick
+        same = (sick.load, sick.warmup) == (cured.load, cured.warmup)
+        first = 1 + self.terms.seed
+        found = compare(
+            self.stage,
+            {"side": sick},
+            {"side": cured},
+            lambda seed: self._schedule(sick, seed),
+            b_schedule_for=None if same else lambda seed: self._schedule(cured, seed),
+            seeds=range(first, first + self.terms.pairs),
+            metrics=("failed",),
+            restart=self.experiment.restart,
+            progress=lambda done, planned, what: self.tell(f"{what} (run {done + 1} of {planned})"),
+            stop=self.stop,
+        )
+        self._raise_if_stopped()
+        return found
+
+    def _rows(self, found: Comparison) -> tuple[Row, ...]:
+        promised = self.experiment.folklore or self.experiment.claims or self.book.expect
+        rows = []
+        for figure in dict.fromkeys([*promised, *ALWAYS]):
+            if figure not in promised and CLIENT_NAMES.get(figure, figure) in map(_client_name, promised):
+                continue
+            a, b = ([self._value(getattr(pair, side), figure) for pair in found.pairs] for side in ("a", "b"))
+            seen, text = change(a, b), promised.get(figure)
+            outcome: Outcome | None = None
+            if text is not None:
+                outcome = judge(parse_expectation(text), _client_name(figure), seen)
+            rows.append(Row(figure, seen, text, outcome))
+        return tuple(rows)
+
+    def _value(self, records: Records, figure: str) -> float:
+        """Of one run: the client's figure where it has one, else the server's signal."""
+        name, cls = split_metric(_client_name(figure))
+        metric, _, suffix = name.rpartition("_")
+        summary = records.summary()
+        if name in RATES:
+            return summary.value(name, cls)
+        if metric in METRICS and suffix == "mean":
+            return summary.value(name, cls)
+        if metric in METRICS:  # however few samples: the run is the unit, and both sides have as many
+            return summary.distribution(metric, cls).rank(float(f"0.{suffix.removeprefix('p')}"))
+        return self._signal(records, name)
+
+    def _signal(self, records: Records, name: str) -> float:
+        """Over a fleet: what is counted is added up, of the rest the mean, of imbalance the worst."""
+        signal = SIGNALS[name]
+        slo = diagnose_slo(self.experiment.slo)
+        try:
+            evaluator = Scrapes(records.scrapes, self.stage.name).observe(None, slo).evaluator
+        except SourceError:
+            return math.nan
+        points = [r.point for r in evaluator.read(signal).values() if isinstance(r, Number)]
+        if not points:
+            return math.nan
+        if signal.unit in _SUMMED:
+            return sum(points)
+        return max(points) if signal.unit == "ratio" else sum(points) / len(points)
+
+    def _raise_if_stopped(self) -> None:
+        if self.stop.is_set():
+            raise Interrupted
+
+    def _blank(self, symptom: Symptom, prescription: Prescription | None, cured: Side) -> Proof:
+        """Everything but what the pairs will say."""
+        experiment, sick = self.experiment, self.experiment.sick
+        folklore = bool(experiment.folklore)
+        remedy = experiment.remedy if prescription is None else prescription.remedy
+        if folklore and remedy is None:
+            remedy = 0
+        words = _otherwise(sick, cured)
+        said = "" if prescription is None else prescription.args or prescription.text
+        return Proof(
+            playbook=self.book.id,
+            experiment=self.number,
+            verdict="not reproduced",
+            folklore=folklore,
+            remedy=remedy,
+            remedy_print="" if remedy is None else fingerprint(self.book, remedy),
+            prescribed=(self.book.refutes or "") if folklore else said,
+            where=self.stage.name,
+            model=sick.model or self.stage.model,
+            simulated=self.stage.simulated,
+            estimate=getattr(self.stage.target_of(sick), "estimate", ""),
+            load="; ".join(map(describe, sick.load)) + f"; {self.seconds:g} s",
+            instead=words,
+            before=self.stage.launch_command({"side": sick}),
+            after=self.stage.launch_command({"side": cured}),
+            pairs=0,
+            seconds=self.seconds,
+            symptom=symptom,
+            rows=(),
+            engine=engine_version(),
+            replicas=(sick.replicas, cured.replicas),
+        )
+
+
+def diagnose_slo(text: str | None) -> Mapping[str, float]:
+    from doctor.slo import parse_slo
+
+    return parse_slo(text).values
+
+
+def engine_version() -> str:
+    """Of this package: the engine is bundled."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("vtune-llm")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _client_name(figure: str) -> str:
+    return CLIENT_NAMES.get(figure, figure)
+
+
+def _evidence(finding: Finding) -> tuple[str, ...]:
+    return tuple(f"{item.signal} = {quantity(item.value, item.unit)}" for item in finding.evidence)
+
+
+def _otherwise(sick: Side, cured: Side) -> str:
+    """What side B does otherwise, beside flags."""
+    words = []
+    if sick.load != cured.load:
+        words.append("; ".join(map(describe, cured.load)))
+    if sick.replicas != cured.replicas:
+        words.append(f"{cured.replicas} replicas instead of {sick.replicas}")
+    if sick.routing != cured.routing:
+        words.append(f"{cured.routing} routing instead of {sick.routing}")
+    if sick.timeout != cured.timeout:
+        words.append(f"clients wait {cured.timeout:g} s instead of {sick.timeout:g} s")
+    if sick.warmup != cured.warmup:
+        words.append("warmed up" if cured.warmup else "not warmed up")
+    if sick.engine != cured.engine:
+        words.append("flags: " + " ".join(render(cured.engine)) if words else "")
+    return "; ".join(filter(None, words))
+
+
+def _verdict(rows: Sequence[Row], found: Comparison) -> tuple[Verdict, list[str]]:
+    """The first promise is the headline: it must be met, and none may be missed."""
+    notes = [*found.notes]
+    if not found.pairs:
+        return "inconclusive", notes
+    outcomes = [row.outcome for row in rows if row.outcome not in (None, "allowed")]
+    if not outcomes:
+        return "inconclusive", [*notes, "nothing was promised that could be judged"]
+    if "missed" in outcomes:
+        return "refuted", notes
+    if found.verdict == "invalid":
+        return "inconclusive", notes
+    return ("verified" if outcomes[0] == "met" else "inconclusive"), notes
