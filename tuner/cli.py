@@ -7,16 +7,20 @@ from typing import Annotated
 
 import typer
 
+from loadgen.options import OptionError, with_options
+from tuner.options import Replay
+
 MAX_SEED = (1 << 31) - 1
 """The sampler adds to it, and numpy takes 32 bits."""
 
 
 def mount(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
-    app.command(no_args_is_help=False)(optimize)
+    app.command(no_args_is_help=False)(with_options(optimize))
 
 
 def optimize(
+    *,
     slo: Annotated[
         str | None,
         typer.Option(
@@ -40,7 +44,10 @@ def optimize(
         ),
     ] = None,
     workload: Annotated[
-        str | None, typer.Option(help="chat, rag, batch, mixed, random or shared-prefix. [mixed]")
+        str | None,
+        typer.Option(
+            help="chat, rag, batch, mixed, random or shared-prefix, or a JSON file of classes. [mixed]"
+        ),
     ] = None,
     scale: Annotated[
         float | None,
@@ -56,6 +63,7 @@ def optimize(
         int | None,
         typer.Option(min=1, help="A closed loop with so many requests in flight instead of a rate."),
     ] = None,
+    traffic: Replay,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -87,7 +95,7 @@ def optimize(
     strategy: Annotated[
         str | None,
         typer.Option(
-            help="Who decides what to try: auto, tpe, random, or staircase (a knob at a time). [auto]"
+            help="Who decides what to try: gp (auto), tpe, random, or staircase, a knob at a time. [auto]"
         ),
     ] = None,
     study: Annotated[
@@ -122,6 +130,8 @@ def optimize(
 
       vtune optimize --target simulated:h100 --model config.json --slo 'itl_p99<40ms,ttft_p95<400ms'
 
+      vtune optimize --replay monday.jsonl --slo 'itl_p99<80ms' --run-time 60s --budget 30m
+
       vtune optimize --study optimize-20260101-120000
     """
     from tuner.budget import parse_seconds
@@ -134,6 +144,11 @@ def optimize(
         except ValueError as error:
             typer.echo(f"error: {option}: {error}", err=True)
             raise typer.Exit(2) from None
+    try:
+        replay = traffic.to_json()
+    except OptionError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from None
     options = Options(
         slo=slo,
         model=model,
@@ -151,6 +166,7 @@ def optimize(
         vary=tuple(vary) if vary else None,
         seed=seed,
         strategy=strategy,
+        replay=replay,
         study=study,
         storage=storage,
         out=out,

@@ -26,17 +26,19 @@ from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import PREFIX, SimulatedTarget, gpu_defaults
 from loadgen.workload import PRESETS as WORKLOADS
 from loadgen.workload import WorkloadError
+from loadgen.workload_file import is_file, read_workload
 from tuner.display import make_observer
 from tuner.interrupts import Interrupts
 from tuner.job import DEFAULT_BUDGET, DEFAULT_SIMULATED_BUDGET, Job, JobError
 from tuner.launch import BUNDLED_HUB_ID, Launch, launch
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
+from tuner.replay import digest, read_replay
 from tuner.report import Facts, write_report
-from tuner.slo import parse_slo
+from tuner.slo import Slo, parse_slo
 from tuner.space import SPECULATION, Config, SpaceError, build_space, effective
 from tuner.storage import StorageError, open_storage, open_study
-from tuner.strategy import STRATEGIES
+from tuner.strategies import AUTO, STRATEGIES
 from tuner.trial import Bench, SetupFailed
 
 RUNS = Path("vtune-runs")
@@ -81,6 +83,7 @@ class Options:
     vary: tuple[str, ...] | None = None
     seed: int | None = None
     strategy: str | None = None
+    replay: Mapping[str, Any] | None = None
     study: str | None = None
     storage: str | None = None
     out: Path | None = None
@@ -154,8 +157,12 @@ def new_job(options: Options) -> Job:
     if slo.saturated and options.rate is not None:
         raise UsageError(f"--slo {slo.text} is measured at saturation: give --concurrency, or neither.")
     workload = options.workload or "mixed"
-    if workload not in WORKLOADS:
-        raise UsageError(f"--workload {workload}: unknown. Known: {', '.join(WORKLOADS)}.")
+    if workload not in WORKLOADS and not is_file(workload):
+        raise UsageError(f"--workload {workload}: unknown. Known: {', '.join(WORKLOADS)}; or a JSON file.")
+    if is_file(workload):
+        read_workload(Path(workload))
+    if options.replay is not None:
+        _check_replay(options, slo)
     job = Job(
         slo=slo.text,
         target=target,
@@ -175,16 +182,32 @@ def new_job(options: Options) -> Job:
         fix=tuple(options.fix or ()),
         vary=_vary(options.vary or ()),
         seed=options.seed or 0,
-        strategy=options.strategy or "auto",
+        strategy=options.strategy or AUTO,
+        replay=options.replay and {**options.replay, "sha256": digest(Path(options.replay["replay"]))},
     )
-    if job.strategy not in ("auto", *STRATEGIES):
-        raise UsageError(f"--strategy {job.strategy}: unknown. Known: auto, {', '.join(STRATEGIES)}.")
+    if job.strategy not in (AUTO, *STRATEGIES):
+        raise UsageError(f"--strategy {job.strategy}: unknown. Known: {', '.join((AUTO, *STRATEGIES))}.")
     if job.simulated and SPECULATION not in job.vary:  # how many drafts are accepted, only real text can say
         job = replace(job, fix=tuple(dict.fromkeys((*job.fix, SPECULATION))))
     _check_target(job)
     _check_flags(job)
     build_space(effective(job.flags, job.server), 1 << 15, fix=job.fix, vary=job.vary)
     return job
+
+
+def _check_replay(options: Options, slo: Slo) -> None:
+    """Raises UsageError for what a trace says already, TraceError for one that cannot be read."""
+    assert options.replay is not None, "asked for a replay"
+    for name in ("rate", "workload", "scale"):
+        if getattr(options, name) is not None:
+            instead = {"rate": "--rate-scale", "scale": "--length-scale"}.get(name, "one of the two")
+            raise UsageError(f"--{name} and --replay: the trace says what is sent and when. Give {instead}.")
+    if slo.saturated:
+        raise UsageError(
+            f"--slo {slo.text} is measured at saturation, and a replay keeps the recorded rate: give bounds, "
+            "e.g. 'itl_p99<80ms,ttft_p95<500ms', or a preset such as itl."
+        )
+    read_replay(options.replay)
 
 
 def _default_budget(target: str) -> float:

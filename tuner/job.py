@@ -43,6 +43,8 @@ class Job:
     seed: int = 0
     strategy: str = "auto"
     """Who decides what to try (see tuner.strategy)."""
+    replay: Mapping[str, Any] | None = None
+    """Recorded traffic in place of the workload: ``tuner.options.Replay`` as JSON, and the file's sha256."""
 
     @property
     def server(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from loadgen.arrivals import Arrival, ClosedLoop, Poisson
 from loadgen.workload import Length, RequestClass, Schedule, Workload, schedule_hash
@@ -13,8 +14,28 @@ SHORT_SHARE = 0.4
 """Of a run's requests, how many belong to the short rung."""
 WARMUP = 2
 """Requests before a load, of the workload's first classes: a server's first steps are slow."""
-_SEEDS = 10_000
-_CONFIRM, _PROBE, _CAPACITY = 1_000, 2_000, 3_000
+SEEDS = 10_000
+CONFIRM, _PROBE, _CAPACITY = 1_000, 2_000, 3_000
+
+
+class Traffic(Protocol):
+    """What a study sends: the same to every config in trials, something new in a confirmation."""
+
+    @property
+    def run_seconds(self) -> float:
+        """Length of a run, as expected before its arrivals are drawn."""
+
+    @property
+    def description(self) -> str: ...
+
+    def rungs(self) -> tuple[Schedule, Schedule]:
+        """The two schedules of every trial, which together are one run. The second finds the server warm."""
+
+    def confirmation_seeds(self, pairs: int) -> list[int]:
+        """One for every pair of runs."""
+
+    def confirmation(self, seed: int) -> Schedule:
+        """A run that no trial has seen."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +72,15 @@ class Load:
 
     def rungs(self) -> tuple[Schedule, Schedule]:
         """The two schedules of every trial, which together are one run. The second finds the server warm."""
-        seed = self.seed * _SEEDS
+        seed = self.seed * SEEDS
         if self.rate is None:
             parts = (SHORT_SHARE * self.seconds, (1 - SHORT_SHARE) * self.seconds)
             short, rest = (self._closed(seed + i, part, 0 if i else WARMUP) for i, part in enumerate(parts))
             return short, rest
-        return _cut(self._open(seed), round(SHORT_SHARE * self._count))
+        return cut(self._open(seed), round(SHORT_SHARE * self._count))
 
     def confirmation_seeds(self, pairs: int) -> list[int]:
-        return [self.seed * _SEEDS + _CONFIRM + pair for pair in range(pairs)]
+        return [self.seed * SEEDS + CONFIRM + pair for pair in range(pairs)]
 
     def confirmation(self, seed: int) -> Schedule:
         return self._open(seed) if self.rate is not None else self._closed(seed, self.seconds, WARMUP)
@@ -82,7 +103,7 @@ def span(schedule: Schedule) -> float:
     return schedule.duration or schedule.requests[-1].intended
 
 
-def _cut(schedule: Schedule, count: int) -> tuple[Schedule, Schedule]:
+def cut(schedule: Schedule, count: int) -> tuple[Schedule, Schedule]:
     """The first ``count`` requests, and the others as a load that begins with its first request."""
     begin = schedule.requests[count].intended
     late = tuple(replace(r, intended=r.intended - begin) for r in schedule.requests[count:])
@@ -92,6 +113,7 @@ def _cut(schedule: Schedule, count: int) -> tuple[Schedule, Schedule]:
             schedule,
             requests=requests,
             warmup=warmup,
+            duration=None,
             sha256=schedule_hash(requests, schedule.mode, schedule.concurrency, None),
             description=f"{schedule.description}, part {part} of 2",
         )
@@ -103,7 +125,7 @@ def _cut(schedule: Schedule, count: int) -> tuple[Schedule, Schedule]:
 def capacity_schedule(workload: Workload, seed: int, count: int, concurrency: int) -> Schedule:
     """A closed loop of ``count`` requests, to find out what the server can do."""
     return workload.schedule(
-        seed=seed * _SEEDS + _CAPACITY + count,  # the next loop's prompts must not be in the prefix cache
+        seed=seed * SEEDS + _CAPACITY + count,  # the next loop's prompts must not be in the prefix cache
         arrival=ClosedLoop(concurrency),
         num_requests=count,
         warmup=WARMUP,
@@ -113,4 +135,4 @@ def capacity_schedule(workload: Workload, seed: int, count: int, concurrency: in
 def prefill_schedule(vocab_size: int, tokens: int, seed: int) -> Schedule:
     """Two prompts of ``tokens`` tokens, one after the other, one output token each."""
     lone = Workload("prefill", (RequestClass("prefill", 1, Length(tokens), Length(1)),), vocab_size)
-    return lone.schedule(seed=seed * _SEEDS + _PROBE, arrival=ClosedLoop(1), num_requests=2, warmup=0)
+    return lone.schedule(seed=seed * SEEDS + _PROBE, arrival=ClosedLoop(1), num_requests=2, warmup=0)

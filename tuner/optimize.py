@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -12,21 +13,26 @@ import optuna
 
 from loadgen.compare import compare
 from loadgen.target import OpenTarget, TargetFailed
-from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload, preset
+from loadgen.traces import Trace
+from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload
+from loadgen.workload_file import workload_of
 from tuner.budget import Clock, Plan, choose_pairs
 from tuner.confirm import Confirmation, assess, record_directory
 from tuner.job import Job
-from tuner.load import Load, span
+from tuner.load import Load, Traffic, span
 from tuner.measure import goodput_bounds
+from tuner.options import Replay
 from tuner.outcome import Outcome, better, broken, describe_trial, refuted, unconfirmed, without_confirmation
+from tuner.replay import ReplayLoad, read_replay
 from tuner.result import TrialResult
 from tuner.slo import Slo, parse_slo
 from tuner.space import Config, build_space, effective
 from tuner.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
-from tuner.strategy import STRATEGIES, TpeStrategy
+from tuner.strategies import make_strategy
 from tuner.study import BASELINE, SLACK, Proposal, Study, describe_changes
 from tuner.survey import OFFERED_SHARE, Survey, find_capacity, fitting_scale, prefill_speed
 from tuner.trial import Attempt, Bench, Criteria, ServerFailed, SetupFailed
+from tuner.workers import Crew
 
 FALLBACK_CONTEXT = 4096
 """Context length assumed where the baseline does not come up to be asked."""
@@ -46,9 +52,11 @@ class Optimizer:
     job: Job
     bench: Bench
     record: optuna.Study
+    crew: Crew = field(default_factory=Crew)
     study: Study = field(init=False)
     survey: Survey = field(init=False)
     plan: Plan | None = field(init=False, default=None)
+    _replayed: ReplayLoad | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.slo: Slo = parse_slo(self.job.slo)
@@ -56,16 +64,38 @@ class Optimizer:
         self.observer = self.bench.observer
 
     def run(self) -> Outcome:
-        """Raises SetupFailed and KeyboardInterrupt; the study is whole in either case and can be resumed."""
+        """Search, and conclude. See there."""
+        return self.conclude(self.search())
+
+    def search(self) -> str:
+        """Measure the baseline and all that the budget affords, until no other worker measures any more.
+
+        Returns why it ended. Raises SetupFailed and KeyboardInterrupt; the study is whole in either case and
+        can be resumed.
+        """
         try:
             self.observer.phase("baseline")
-            self._baseline()
+            with self.crew.sole("baseline", self._baseline_told):
+                self._baseline()
             self._make_plan()
             self.observer.phase("search")
             ended = self._search()
+            while not self.crew.settled(self.study):
+                ended = self._search()
+            return ended
+        finally:
+            self._save_spent()
+
+    def conclude(self, ended: str) -> Outcome:
+        """Confirm the best on fresh runs. Raises as :meth:`search`."""
+        try:
             return self._conclude(ended)
         finally:
-            self._save("spent", self.clock.spent)
+            self._save_spent()
+
+    def launched(self) -> int:
+        """How many trials of the study came to something that was measured."""
+        return len(self._launched())
 
     @property
     def begun(self) -> bool:
@@ -89,7 +119,7 @@ class Optimizer:
         """Measure the user's config, unless the study has it; survey the device on the same server."""
         if saved := self.record.user_attrs.get("survey"):
             self._begin(Survey.from_json(saved))
-            if dead := self.study.recover():
+            if dead := self.crew.recover(self.study):
                 self.observer.note(f"{dead} trial(s) whose process died will be tried again")
             if self.study.baseline is None:
                 self._trial(self._proposed_baseline())
@@ -103,10 +133,17 @@ class Optimizer:
             proposal = self._proposed_baseline()
             self._tell(proposal, Attempt(self.bench, proposal).failed(str(failure), failure.log_tail))
 
+    def _baseline_told(self) -> bool:
+        """Whether the study has it, by whichever worker; asked before there is a space."""
+        told = [t.user_attrs.get("result") for t in self.record.get_trials(deepcopy=False)]
+        return any(r and r["origin"] == BASELINE and r["status"] != "interrupted" for r in told)
+
     def _proposed_baseline(self) -> Proposal:
-        self.study.enqueue(self.study.space.baseline, BASELINE)
-        proposal = self.study.propose()
-        assert proposal is not None, "a baseline that has not been measured can always be proposed"
+        with self.crew.turn(self.study):
+            self.study.enqueue(self.study.space.baseline, BASELINE)
+            proposal = self.study.propose()
+            assert proposal is not None, "a baseline that has not been measured can always be proposed"
+            self.crew.begins(proposal)
         return proposal
 
     def _begin(self, survey: Survey) -> None:
@@ -115,8 +152,11 @@ class Optimizer:
         self._save("survey", survey.to_json())
         baseline = effective(self.job.flags, self.job.server)
         space = build_space(baseline, survey.max_model_len, fix=self.job.fix, vary=self.job.vary)
-        strategy = STRATEGIES.get(self.job.strategy, TpeStrategy)(self.job.seed)
-        self.study = Study(self.record, space, self.slo.objective, self.job.seed, strategy)
+        seed = self.job.seed + self.crew.seed_offset  # or two workers would propose the same
+        strategy = make_strategy(self.job.strategy, seed)
+        self.study = Study(self.record, space, self.slo.objective, seed, strategy)
+        if self._trace is not None:
+            self.observer.note(f"load: {self.load.description}")
 
     def _blind_survey(self) -> Survey:
         """For a baseline that does not come up: what the job says."""
@@ -125,7 +165,7 @@ class Optimizer:
             max_model_len=context if isinstance(context, int) else FALLBACK_CONTEXT,
             start_seconds=math.nan,
             prefill_speed=math.nan,
-            rate=self.job.rate,
+            rate=self._rate,
             concurrency=self.job.concurrency,
             scale=self.job.scale,
         )
@@ -145,12 +185,13 @@ class Optimizer:
             context,
             server.start_seconds,
             speed,
-            rate=self.job.rate,
+            rate=self._rate,
             concurrency=self.job.concurrency,
             scale=scale,
         )
         self.observer.note(
-            f"a lone prompt is prefilled at {speed:.0f} tokens/s; load: {workload.description}"
+            f"a lone prompt is prefilled at {speed:.0f} tokens/s"
+            + (f"; load: {workload.description}" if self._trace is None else "")
         )
         if survey.rate is None and survey.concurrency is None:
             seconds = CAPACITY_SHARE * self.job.run_seconds
@@ -166,11 +207,11 @@ class Optimizer:
         return survey
 
     def _workload(self, max_model_len: int, scale: float | None) -> Workload:
-        return preset(
+        return workload_of(
             self.job.workload, max_model_len=max_model_len, vocab_size=DEFAULT_VOCAB_SIZE, scale=scale
         )
 
-    def _load(self, server: OpenTarget) -> Load:
+    def _load(self, server: OpenTarget) -> Traffic:
         """The load of every trial; found out on the first server that comes up."""
         if self.survey.rate is None and self.survey.concurrency is None:
             self.survey = self._surveyed(server)
@@ -178,9 +219,32 @@ class Optimizer:
         return self.load
 
     @property
-    def load(self) -> Load:
+    def load(self) -> Traffic:
+        if self._trace is not None:
+            return self._replay(self._trace)
         workload = self._workload(self.survey.max_model_len, self.survey.scale)
         return Load(workload, self.job.seed, self.job.run_seconds, self.survey.rate, self.survey.concurrency)
+
+    @cached_property
+    def _trace(self) -> Trace | None:
+        return read_replay(self.job.replay) if self.job.replay else None
+
+    @property
+    def _rate(self) -> float | None:
+        """Requests/s as asked for; None: to be found out."""
+        if self.job.replay is None or self._trace is None:
+            return self.job.rate
+        return self._trace.rate * self.job.replay["rate_scale"]
+
+    def _replay(self, trace: Trace) -> ReplayLoad:
+        assert self.job.replay is not None, "there is a trace where it is replayed"
+        job, context = self.job, self.survey.max_model_len
+        if self._replayed is None or self._replayed.max_model_len != context:
+            replay = Replay.from_json(self.job.replay)
+            self._replayed = ReplayLoad.of(
+                replay, trace, job.seed, job.run_seconds, context, concurrency=job.concurrency
+            )
+        return self._replayed
 
     def _make_plan(self) -> None:
         """Needs the baseline's costs; one that failed is taken to cost what a run takes."""
@@ -208,15 +272,19 @@ class Optimizer:
 
     def _search(self) -> str:
         """Trials until there is a reason to stop, which is returned."""
-        for flags, why in self._starting_points():
-            self.study.enqueue(flags, why)
-        while not (over := self._over()):
-            self._queue_simpler()
-            proposal = self.study.propose()
-            if proposal is None:
-                return self.study.strategy.exhausted
+        with self.crew.turn(self.study):
+            for flags, why in self._starting_points():
+                self.study.enqueue(flags, why)
+        while True:
+            with self.crew.turn(self.study):
+                if over := self._over():
+                    return over
+                self._queue_simpler()
+                proposal = self.study.propose()
+                if proposal is None:
+                    return self.study.strategy.exhausted
+                self.crew.begins(proposal)
             self._trial(proposal)
-        return over
 
     def _starting_points(self) -> Iterator[tuple[Mapping[str, Any], str]]:
         baseline = self.study.space.baseline
@@ -229,24 +297,26 @@ class Optimizer:
 
     def _over(self) -> str:
         """Why the search must end now; "" while it may go on."""
-        launched = [r for r in self.study.results if r.status in ("measured", "stopped", "failed")]
+        launched = self._launched()
         if len(launched) >= MAX_FAILURES and all(r.status == "failed" for r in launched):
             return f"nothing served in {len(launched)} launches"
         if self._trials_left() < 1:
             return f"{len(launched) - 1} trials were afforded"
         return ""
 
+    def _launched(self) -> list[TrialResult]:
+        return [r for r in self.study.results if r.status in ("measured", "stopped", "failed")]
+
     def _trials_left(self) -> int:
-        """By number, and by the time that is left beside the confirmation's."""
+        """By number, other workers' included, and by the time that is left beside the confirmation's."""
         assert self.plan is not None, "the search follows the plan"
-        costs = [
-            r.seconds["total"] for r in self.study.results if r.status in ("measured", "stopped", "failed")
-        ]
+        costs = [r.seconds["total"] for r in self._launched()]
+        begun = len(costs) + len(self.study.running)
         now = replace(
             self.plan,
             trial_seconds=max(self.plan.trial_seconds / 2, sum(costs) / len(costs)),
             spent_seconds=self.clock.spent,
-            max_trials=None if self.job.trials is None else self.job.trials - len(costs) + 1,
+            max_trials=None if self.job.trials is None else self.job.trials - begun + 1,
         )
         return now.affordable_trials
 
@@ -279,8 +349,12 @@ class Optimizer:
 
     def _tell(self, proposal: Proposal, result: TrialResult) -> None:
         before = self.study.best()
-        self.study.tell(proposal, result)
-        self._save("spent", self.clock.spent)
+        if not self.study.tell(proposal, result):
+            self.observer.note(
+                f"trial {proposal.number} took so long to be heard of that other workers took this one for "
+                "dead: it is being measured again"
+            )
+        self._save_spent()
         self.observer.trial_ends(result, describe_trial(result, self.slo.objective))
         best = self.study.best()
         if best is not None and (before is None or best.number != before.number):
@@ -388,6 +462,11 @@ class Optimizer:
     def _confirming(self, done: int, planned: int, what: str) -> None:
         self.observer.budget(self.clock.spent, self.job.budget)
         self.observer.step(f"run {done + 1} of {planned} ({what})", self.load.run_seconds)
+
+    def _save_spent(self) -> None:
+        """The workers' clocks go together: as much time is spent as the one says that was there first."""
+        self.clock.advance_to(self.record.user_attrs.get("spent", 0.0))
+        self._save("spent", self.clock.spent)
 
     def _save(self, key: str, value: Any) -> None:
         self.record.set_user_attr(key, value)

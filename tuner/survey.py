@@ -13,6 +13,7 @@ from typing import Any, Self
 from loadgen.record import Records
 from loadgen.target import OpenTarget
 from loadgen.workload import REFERENCE_CONTEXT, Schedule, Workload, preset
+from loadgen.workload_file import is_file
 from tuner.load import capacity_schedule, prefill_schedule
 from tuner.result import without_nan
 
@@ -87,8 +88,11 @@ def find_capacity(
 
 def fitting_scale(name: str, max_model_len: int, speed: float) -> float:
     """The factor on prompt lengths at which the workload's longest prompt fits the context, and takes no
-    longer than LONGEST_PREFILL at ``speed`` prompt tokens/s (NaN: unknown, and no bound).
+    longer than LONGEST_PREFILL at ``speed`` prompt tokens/s (NaN: unknown, and no bound). A workload of the
+    user's own is taken as it stands: 1.
     """
+    if is_file(name):
+        return 1.0
     by_context = min(1.0, max_model_len / REFERENCE_CONTEXT)
     longest = max(cls.prompt.high for cls in preset(name, max_model_len=max_model_len).classes)
     seconds = longest / speed

@@ -18,7 +18,7 @@ from loadgen.target import OpenTarget, Target, TargetFailed
 from loadgen.workload import Schedule
 from tuner.findings import examine
 from tuner.interrupts import Interrupts
-from tuner.load import Load, span
+from tuner.load import Traffic, span
 from tuner.measure import Run, measure
 from tuner.observer import Observer
 from tuner.result import SERVES, Measurement, Status, TrialResult
@@ -101,7 +101,7 @@ class Bench:
         self,
         proposal: Proposal,
         flags: Mapping[str, Any],
-        load_for: Callable[[OpenTarget], Load],
+        load_for: Callable[[OpenTarget], Traffic],
         criteria: Criteria,
         server: OpenTarget | None = None,
     ) -> TrialResult:
@@ -152,7 +152,7 @@ class Attempt:
     def __post_init__(self) -> None:
         self.begun = self.bench.target.clock()
 
-    def measure(self, server: OpenTarget, load: Load, criteria: Criteria) -> TrialResult:
+    def measure(self, server: OpenTarget, load: Traffic, criteria: Criteria) -> TrialResult:
         """Both rungs on a server that is up, or one where that is enough. Raises RunFailed, Stuck."""
         self.start_seconds = server.start_seconds
         short_load, rest = load.rungs()
