@@ -161,10 +161,3 @@ def improves(new: TrialResult, old: TrialResult, objective: Objective) -> bool:
 
 def _excess(result: TrialResult) -> float:
     return sum(max(0.0, v) for v in result.violations.values()) if result.violations else 1.0
-
-
-STRATEGIES: Mapping[str, type[Strategy]] = {
-    "tpe": TpeStrategy,
-    "random": RandomStrategy,
-    "staircase": StaircaseStrategy,
-}

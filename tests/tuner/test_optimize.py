@@ -276,7 +276,7 @@ def test_the_throughput_preset_is_measured_in_a_closed_loop(make):
 
 def test_the_last_trials_ask_whether_every_change_is_needed(make):
     knobs = {"max_num_batched_tokens": (128, 256), "max_num_seqs": (16,)}
-    optimizer = make(AnalyticTarget(), fix=("all",), vary=knobs, trials=4)
+    optimizer = make(AnalyticTarget(), fix=("all",), vary=knobs, trials=4, strategy="tpe")
     outcome = optimizer.run()
     origins = [r.origin for r in optimizer.study.results]
     assert any(origin.startswith("best without") for origin in origins)

@@ -8,7 +8,8 @@ from tuner.result import SERVES, TrialResult
 from tuner.slo import PRESETS
 from tuner.space import build_space, effective
 from tuner.storage import open_study
-from tuner.strategy import BASELINE, STRATEGIES, StaircaseStrategy
+from tuner.strategies import STRATEGIES
+from tuner.strategy import BASELINE, StaircaseStrategy
 from tuner.study import Study
 
 SLO = PRESETS["itl"]

@@ -1,0 +1,130 @@
+"""A Gaussian process for few, smooth, nearly noiseless figures: some dozens of trials over some ten knobs.
+
+Kernel: a constant, Matérn 5/2 with a length for every dimension, noise; and, where a prediction is given for
+every point, a line in it. The line's slope is 1 a priori, so that the process models what the prediction
+misses, and shrinks towards 0 where the data do not follow the prediction (Rasmussen & Williams, section 2.7).
+Hyperparameters are the most probable ones under broad log-normal priors, found by L-BFGS on exact gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
+from scipy.optimize import minimize
+
+Array = NDArray[np.float64]
+
+LEVEL = 10.0
+"""Standard deviation of the constant, in standard deviations of the data: nearly flat."""
+SLOPE = 0.4
+"""Standard deviation of the prediction's slope around 1."""
+LENGTH = (math.log(0.8), 0.8)
+"""Mean and deviation of a length's logarithm; the dimensions run from 0 to 1."""
+AMPLITUDE = (math.log(1.0), 0.7)
+"""The same of the amplitude, in standard deviations of the data."""
+NOISE = (math.log(0.03), 0.5)
+"""The same of the noise, in units of y: repeats of a figure differ by some per cent."""
+JITTER = 1e-8
+_SQRT5 = math.sqrt(5.0)
+
+
+@dataclass(frozen=True)
+class GaussianProcess:
+    """What n points ``x`` (n, d) with values (n,) say about all others. Made by :func:`fit`."""
+
+    x: Array
+    lengths: Array
+    amplitude: float
+    noise: float
+    slope: float
+    """The posterior mean of the prediction's slope; 0 without one."""
+    _predicted: Array | None
+    _factor: Any
+    _weights: Array
+    _mean: float
+    _scale: float
+    _slope_scale: float
+
+    def __call__(self, x: Array, predicted: Array | None = None) -> tuple[Array, Array]:
+        """(means, standard deviations) of the noiseless values at ``x`` (m, d)."""
+        ours = None if self._predicted is None or predicted is None else predicted / self._scale
+        cross = self.amplitude**2 * _matern(x, self.x, self.lengths)[0] + LEVEL**2
+        prior = np.full(len(x), self.amplitude**2 + LEVEL**2)
+        mean = np.zeros(len(x))
+        if ours is not None and self._predicted is not None:
+            cross += SLOPE**2 * np.outer(ours, self._predicted)
+            prior += SLOPE**2 * ours**2
+            mean += ours
+        mean += cross @ self._weights
+        variance = prior - np.einsum("mn,nm->m", cross, cho_solve(self._factor, cross.T))
+        return self._mean + self._scale * mean, self._scale * np.sqrt(np.maximum(variance, 1e-12))
+
+
+def fit(
+    x: Array, y: Array, variances: Array | None = None, predicted: Array | None = None
+) -> GaussianProcess:
+    """``variances`` (n,): noise that a point has beyond the common one, in units of y squared.
+
+    ``predicted`` (n,): what somebody expected of each point, in units of y; its mean over all points that
+    will be asked for should be 0, for the line turns around 0.
+    """
+    mean = float(np.mean(y if predicted is None else y - predicted))
+    scale = max(float(np.std(y)), 0.05)
+    target = (y - mean) / scale
+    extra = np.zeros(len(y)) if variances is None else variances / scale**2
+    fixed = np.full((len(y), len(y)), LEVEL**2) + np.diag(extra + JITTER)
+    phi = None if predicted is None else predicted / scale
+    if phi is not None:
+        target = target - phi
+        fixed += SLOPE**2 * np.outer(phi, phi)
+    squares = (x[:, None, :] - x[None, :, :]) ** 2
+    centre = np.array([*[LENGTH[0]] * x.shape[1], AMPLITUDE[0], NOISE[0] - math.log(scale)])
+    width = np.array([*[LENGTH[1]] * x.shape[1], AMPLITUDE[1], NOISE[1]])
+    best = minimize(
+        _loss, centre, args=(squares, target, fixed, centre, width), jac=True, method="L-BFGS-B",
+        bounds=[(c - 3 * w, c + 3 * w) for c, w in zip(centre, width, strict=True)], options={"maxiter": 40},
+    )  # fmt: skip
+    lengths, amplitude, noise = np.exp(best.x[:-2]), math.exp(best.x[-2]), math.exp(best.x[-1])
+    kernel = amplitude**2 * _matern(x, x, lengths)[0] + fixed + noise**2 * np.eye(len(y))
+    factor = cho_factor(kernel, lower=True)
+    weights = cho_solve(factor, target)
+    slope = 0.0 if phi is None else 1.0 + SLOPE**2 * float(phi @ weights)
+    return GaussianProcess(
+        x, lengths, amplitude, noise, slope, phi, factor, weights, mean, scale, SLOPE
+    )  # fmt: skip
+
+
+def _matern(a: Array, b: Array, lengths: Array) -> tuple[Array, Array]:
+    """Matérn 5/2 of every pair, and its derivative by the squared scaled distance, times -2."""
+    u, v = a / lengths, b / lengths
+    squared = (u**2).sum(1)[:, None] + (v**2).sum(1)[None, :] - 2 * u @ v.T
+    r = _SQRT5 * np.sqrt(np.maximum(squared, 0.0))
+    decay = np.exp(-r)
+    return (1 + r + r**2 / 3) * decay, 5 / 3 * (1 + r) * decay
+
+
+def _loss(
+    theta: Array, squares: Array, target: Array, fixed: Array, centre: Array, width: Array
+) -> tuple[float, Array]:
+    """The negative log posterior of the hyperparameters, and its gradient."""
+    inverse = np.exp(-2 * theta[:-2])
+    amplitude, noise = np.exp(2 * theta[-2]), np.exp(2 * theta[-1])
+    r = _SQRT5 * np.sqrt(squares @ inverse)
+    decay = np.exp(-r)
+    matern = amplitude * (1 + r + r**2 / 3) * decay
+    kernel = matern + fixed
+    kernel[np.diag_indices_from(kernel)] += noise
+    factor = cho_factor(kernel, lower=True)
+    weights = cho_solve(factor, target)
+    off = (theta - centre) / width
+    loss = 0.5 * target @ weights + np.log(np.diag(factor[0])).sum() + 0.5 * off @ off
+    sensitivity = cho_solve(factor, np.eye(len(target))) - np.outer(weights, weights)
+    slopes = amplitude * 5 / 3 * (1 + r) * decay * sensitivity
+    by_length = 0.5 * np.einsum("ij,ijk->k", slopes, squares) * inverse
+    by_amplitude, by_noise = float((sensitivity * matern).sum()), noise * float(np.trace(sensitivity))
+    return float(loss), np.array([*by_length, by_amplitude, by_noise]) + off / width
