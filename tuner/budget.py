@@ -51,6 +51,10 @@ class Clock:
     def spent(self) -> float:
         return self._now() - self._begun
 
+    def advance_to(self, spent: float) -> None:
+        """At least ``spent``, which another worker's clock says."""
+        self._begun = min(self._begun, self._now() - spent)
+
 
 @dataclass(frozen=True)
 class Plan:

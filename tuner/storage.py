@@ -109,7 +109,7 @@ class SharedStorage(optuna.storages.RDBStorage):
     def set_trial_state_values(
         self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
     ) -> bool:
-        """As the base class. One that was committed before its connection broke is not taken for another's."""
+        """As the base class. A change that was committed before its connection broke is known for ours."""
         attempts = 0
 
         def attempt() -> bool:

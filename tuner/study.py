@@ -143,33 +143,38 @@ class Study:
         self.enqueue(config, "random, after the sampler repeated itself")
         return self._ask()
 
-    def tell(self, proposal: Proposal, result: TrialResult) -> None:
-        """Record ``result`` and let the sampler learn from it (see the module)."""
-        proposal.trial.set_user_attr("result", result.to_json())
-        if result.status == "interrupted":
-            self._study.tell(proposal.trial, state=TrialState.FAIL)
-        else:
-            self._tell(proposal.trial, result, result.status)
+    def tell(self, proposal: Proposal, result: TrialResult) -> bool:
+        """Record ``result`` and let the sampler learn from it (see the module).
+
+        False, and nothing is recorded, if other workers took this one for dead and gave the trial up.
+        """
+        try:
+            proposal.trial.set_user_attr("result", result.to_json())
+            if result.status == "interrupted":
+                self._study.tell(proposal.trial, state=TrialState.FAIL, skip_if_finished=True)
+            else:
+                self._tell(proposal.trial, result, result.status)
+        except UpdateFinishedTrialError:
+            return False
+        return True
 
     def _tell(self, trial: Trial, result: TrialResult, status: Status) -> None:
         for name, violation in result.violations.items():
             trial.set_constraint(name, violation)
         value = result.value(self.objective)
         if status == "measured" and math.isfinite(value):
-            self._study.tell(trial, value)
+            self._study.tell(trial, value, skip_if_finished=True)
             return
         if status == "stopped" and math.isfinite(value):
             trial.report(value, step=1)
-        self._study.tell(trial, state=TrialState.PRUNED)
+        self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
 
     def recover(self, is_dead: Callable[[FrozenTrial], bool] = lambda trial: True) -> int:
         """Fail the trials that a dead process left running, and queue them again; returns how many."""
         dead = [trial for trial in self.running if is_dead(trial)]
         for trial in dead:
-            try:
-                self._study.tell(trial.number, state=TrialState.FAIL)
-            except (ValueError, UpdateFinishedTrialError):  # its worker lives after all, and has told it
-                continue
+            # One that has finished since was told by a worker that lives after all.
+            self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
             attributes = trial.user_attrs
             config = attributes.get("config", attributes.get("queued"))
             if config is not None:  # else it died before it had decided what to launch

@@ -98,15 +98,10 @@ class SharedCrew(Crew):
                 if ticket.user_attrs["worker"] == self.id:
                     self._close(ticket.number)
 
-    @property
-    def seed_offset(self) -> int:  # type: ignore[override]
-        return SEED_STEP * self._number
-
     @contextmanager
     def turn(self, study: Study) -> Iterator[None]:
         with self._turn() as living:
-            if lost := study.recover(lambda trial: _worker(trial) not in living):
-                self._note(f"{lost} trial(s) whose worker died will be tried again")
+            self._bury(study, living)
             yield
 
     @contextmanager
@@ -135,19 +130,29 @@ class SharedCrew(Crew):
             if not running:
                 return True
             if any(_worker(t) not in living for t in running):
-                with self._turn() as living:
-                    return not study.recover(lambda trial: _worker(trial) not in living)
+                with self._turn() as now_living:
+                    if self._bury(study, now_living):
+                        return False
+                continue
             if not told:
                 self._note(f"waiting for {len(running)} trial(s) of other workers")
                 told = True
             time.sleep(self._poll)
 
+    def _bury(self, study: Study, living: set[str]) -> int:
+        """Queue again what dead workers left; returns how many trials."""
+        lost = study.recover(lambda trial: _worker(trial) not in living)
+        if lost:
+            self._note(f"{lost} trial(s) whose worker died will be tried again")
+        return lost
+
     def _enlist(self) -> None:
         """Become a member, or become one again after others took this worker for dead."""
         self.id = uuid.uuid4().hex[:12]
-        self._number = self._ticket(MEMBERSHIP, **self.machine.to_json())
+        number = self._ticket(MEMBERSHIP, **self.machine.to_json())
+        self.seed_offset = SEED_STEP * number
         study_id = self._storage.get_study_id_from_name(self._desk.study_name)
-        self._pulse.trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, self._number)
+        self._pulse.trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
         self._pulse.beat()
         self._warn_of_others()
 
@@ -231,8 +236,8 @@ class SharedCrew(Crew):
         return found[0]
 
     def _close(self, number: int) -> None:
-        with contextlib.suppress(ValueError, optuna.exceptions.UpdateFinishedTrialError):  # closed by others
-            self._desk.tell(number, state=TrialState.PRUNED)
+        with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):  # others closed it just now
+            self._desk.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
 
 
 class Pulse:
