@@ -69,7 +69,7 @@ def load_recording(recording: Recording, directory: Path, labels: Mapping[str, s
 
 
 def load_recordings(recordings: Iterable[tuple[Recording, Mapping[str, str]]], directory: Path) -> None:
-    """Write the samples as OpenMetrics text, in which a name's series stand together, and make blocks of it."""
+    """Write the samples as OpenMetrics text, a name's series together, and make blocks of it."""
     assert PROMTOOL is not None
     lines: dict[str, list[str]] = {}
     for recording, labels in recordings:
