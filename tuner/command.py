@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
+import platform
 import re
 import shlex
 import sys
@@ -28,22 +28,30 @@ from loadgen.workload import PRESETS as WORKLOADS
 from loadgen.workload import WorkloadError
 from loadgen.workload_file import is_file, read_workload
 from tuner.display import make_observer
+from tuner.facts import report_facts
 from tuner.interrupts import Interrupts
 from tuner.job import DEFAULT_BUDGET, DEFAULT_SIMULATED_BUDGET, Job, JobError
-from tuner.launch import BUNDLED_HUB_ID, Launch, launch
+from tuner.launch import BUNDLED_HUB_ID
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
+from tuner.output import OutputError, locked
+from tuner.prior import PriorError, make_simulator
+from tuner.regression import KEY, PreviousError, Recommendation, read_previous
 from tuner.replay import digest, read_replay
-from tuner.report import Facts, write_report
+from tuner.report import write_report
+from tuner.reproduce import vary_words
 from tuner.slo import Slo, parse_slo
-from tuner.space import SPECULATION, Config, SpaceError, build_space, effective
-from tuner.storage import StorageError, open_storage, open_study
+from tuner.space import SPECULATION, SpaceError, build_space, effective
+from tuner.storage import Heartbeat, StorageError, create_study, has_job, mask, open_storage, open_study
 from tuner.strategies import AUTO, STRATEGIES
 from tuner.trial import Bench, SetupFailed
+from tuner.verdict import Verdict, report_text
+from tuner.workers import join
 
 RUNS = Path("vtune-runs")
 OURS = ("port", "host", "uds")
 """Flags of a server that the tuner sets itself."""
+INTERRUPTED = 130
 
 
 class UsageError(Exception):
@@ -55,9 +63,12 @@ _EXPECTED = (
     SloError,
     SpaceError,
     JobError,
+    PreviousError,
+    OutputError,
     StorageError,
     FlagError,
     SetupFailed,
+    PriorError,
     WorkloadError,
     ArrivalError,
 )
@@ -83,7 +94,9 @@ class Options:
     vary: tuple[str, ...] | None = None
     seed: int | None = None
     strategy: str | None = None
+    prior: str | None = None
     replay: Mapping[str, Any] | None = None
+    baseline: str | None = None
     study: str | None = None
     storage: str | None = None
     out: Path | None = None
@@ -112,40 +125,87 @@ def _run(options: Options, console: Console) -> int:
     name = options.study or time.strftime("optimize-%Y%m%d-%H%M%S")
     if not name.isprintable():  # nor are halves of surrogates, which stand for bytes that are no UTF-8
         raise UsageError(f"--study {name!a}: not a printable name. Choose another.")
-    out = options.out or RUNS / name
-    url = options.storage or f"sqlite:///{out / 'study.db'}"
     job = new_job(options)  # before anything is created, so that a typing error leaves nothing behind
-    slo = parse_slo(job.slo)
-    with _locked(out), _storage(url) as storage:
-        resumed = options.study is not None and name in optuna.get_all_study_names(storage)
-        if resumed:
-            job = resumed_job(optuna.load_study(study_name=name, storage=storage), options)
-            slo = parse_slo(job.slo)
-        record = open_study(storage, name, slo.objective)
-        record.set_user_attr("job", job.to_json())
+    shared = options.storage is not None
+    with locked(options.out or RUNS / name, shared) as out, _storage(options.storage, out) as storage:
+        record, job, joined = _study(storage, name, job, options)
         target = make_target(job, out, options.start_timeout)
-        with Interrupts() as interrupts, make_observer(console, f"vtune optimize: {name}") as observer:
-            observer.note(f"{'resuming' if resumed else 'study'} {name}: {slo.describe()}")
-            optimizer = Optimizer(job, Bench(target, observer, interrupts, out), record)
+        with (
+            Interrupts() as interrupts,
+            make_observer(console, f"vtune optimize: {name}") as observer,
+            join(storage, record, observer.note, interrupts) as crew,
+        ):
+            observer.note(f"{'resuming' if joined else 'study'} {name}: {parse_slo(job.slo).describe()}")
+            optimizer = Optimizer(job, Bench(target, observer, interrupts, out), record, crew)
+            optimizer.simulator = make_simulator(job.prior, job.target, job.model, observer.note)
             try:
-                outcome = optimizer.run()
+                verdict = _common_verdict(name, optimizer, target)
             except KeyboardInterrupt:
-                outcome = optimizer.interrupted()
+                verdict = _verdict(name, optimizer, target, optimizer.interrupted())
             except SetupFailed:
                 observer.note(f"what was measured is kept; go on with: {_resume_command(name, options)}")
                 raise
-        if target.estimate:
-            outcome = replace(outcome, sentence=f"ESTIMATE: {outcome.sentence}")
-        begun = optimizer.begun
-        paths = write_report(report_facts(name, optimizer, outcome, target, out)) if begun else []
-        _print_verdict(outcome, optimizer, target, paths, console, options.as_json)
-        if outcome.kind == "interrupted":
-            console.print(f"go on with: {_resume_command(name, options)}", markup=False, soft_wrap=True)
-        return outcome.exit_code
+    verdict.show(console, options.as_json)
+    if verdict.exit_code == INTERRUPTED:
+        console.print(f"go on with: {_resume_command(name, options)}", markup=False, soft_wrap=True)
+    return verdict.exit_code
+
+
+def _study(
+    storage: optuna.storages.BaseStorage, name: str, job: Job, options: Options
+) -> tuple[optuna.Study, Job, bool]:
+    """The study with its job; True where it was there already. Of two workers that create it, one does."""
+    objective = parse_slo(job.slo).objective
+    made = create_study(storage, name, objective)
+    record = made or open_study(storage, name, objective)
+    if made is None and has_job(record):
+        job = resumed_job(record, options)
+    record.set_user_attr("job", job.to_json())
+    return record, job, made is None
+
+
+def _common_verdict(name: str, optimizer: Optimizer, target: Target) -> Verdict:
+    """The study's verdict, which one of its workers comes to. Raises SetupFailed, KeyboardInterrupt."""
+    ended, record = optimizer.search(), optimizer.record
+
+    def known() -> Verdict | None:
+        return Verdict.of(record, optimizer.launched()) if optimizer.crew.shared else None
+
+    with optimizer.crew.sole("verdict", lambda: known() is not None) as mine:
+        if mine:
+            verdict = _verdict(name, optimizer, target, optimizer.conclude(ended))
+            replace(verdict, host=platform.node()).save(record)
+            return verdict
+    found = known()
+    assert found is not None, "one of the workers came to a verdict"
+    return found
+
+
+def _verdict(name: str, optimizer: Optimizer, target: Target, outcome: Outcome) -> Verdict:
+    """With its report written, once there is something to report."""
+    if target.estimate:
+        outcome = replace(outcome, sentence=f"ESTIMATE: {outcome.sentence}")
+    if not optimizer.begun:
+        lines, report = (outcome.sentence,), report_text([], outcome.kind, outcome.sentence)
+        return Verdict(outcome.exit_code, lines, report, files=(), launched=0)
+    facts = report_facts(name, optimizer, outcome, target)
+    if facts.recommendation is not None:
+        optimizer.record.set_user_attr(KEY, facts.recommendation.to_json())
+    paths = write_report(facts)
+    return Verdict(
+        exit_code=facts.exit_code,
+        lines=facts.lines,
+        report=report_text(paths, outcome.kind, outcome.sentence),
+        files=tuple(map(str, paths)),
+        launched=optimizer.launched(),
+    )
 
 
 def new_job(options: Options) -> Job:
     """The job that the options describe. Raises UsageError, SloError, SpaceError, FlagError."""
+    previous = read_previous(options.baseline, RUNS) if options.baseline else None
+    if previous is not None:
+        options = as_before(options, previous)
     command = parse_command(options.flags) if options.flags else ServerCommand("")
     target = options.target or "bundled"
     slo = parse_slo(options.slo or "itl")
@@ -170,6 +230,7 @@ def new_job(options: Options) -> Job:
         flags={
             **gpu_defaults(target),  # named, because they depend on the device
             **{name: value for name, value in command.flags.items() if name not in OURS},
+            **(previous.flags if previous else {}),
         },
         workload=workload,
         scale=options.scale,
@@ -183,13 +244,16 @@ def new_job(options: Options) -> Job:
         vary=_vary(options.vary or ()),
         seed=options.seed or 0,
         strategy=options.strategy or AUTO,
+        prior=options.prior or AUTO,
         replay=options.replay and {**options.replay, "sha256": digest(Path(options.replay["replay"]))},
+        baseline=previous.to_json() if previous else None,
     )
     if job.strategy not in (AUTO, *STRATEGIES):
         raise UsageError(f"--strategy {job.strategy}: unknown. Known: {', '.join((AUTO, *STRATEGIES))}.")
     if job.simulated and SPECULATION not in job.vary:  # how many drafts are accepted, only real text can say
         job = replace(job, fix=tuple(dict.fromkeys((*job.fix, SPECULATION))))
     _check_target(job)
+    make_simulator(job.prior, job.target, job.model, lambda text: None)  # or an error, before anything begins
     _check_flags(job)
     build_space(effective(job.flags, job.server), 1 << 15, fix=job.fix, vary=job.vary)
     return job
@@ -225,6 +289,32 @@ def _check_flags(job: Job) -> None:
             raise UsageError(f"--flags: {flag} is {baseline[flag]!r}, but must be a number to be tuned.")
         if not 0 < baseline[flag] < math.inf:
             raise UsageError(f"--flags: {flag} is {baseline[flag]!r}, but must be a positive number.")
+
+
+def as_before(options: Options, previous: Recommendation) -> Options:
+    """What was left out, as the earlier study had it; of its load only what today's leaves open.
+
+    Raises UsageError.
+    """
+    if options.flags is not None:
+        raise UsageError(
+            "--flags and --baseline: the flags to start from are those that the earlier study recommended. "
+            "Give one of the two."
+        )
+    before = Job.from_json(previous.job)
+    asked: dict[str, Any] = {
+        name: getattr(before, name) for name in ("slo", "target", "model", "run_seconds")
+    }
+    asked |= {"fix": before.fix or None, "vary": vary_words(before.vary) or None}
+    loads = ("workload", "scale", "rate", "concurrency")
+    if all(getattr(options, name) is None for name in ("replay", *loads)) and before.replay:
+        asked["replay"] = before.replay
+    elif options.replay is None:
+        asked |= {name: getattr(before, name) for name in ("workload", "scale")}
+        if options.rate is None and options.concurrency is None:
+            asked |= {name: getattr(before, name) for name in ("rate", "concurrency")}
+    left_out = {name: value for name, value in asked.items() if getattr(options, name) is None}
+    return replace(options, **left_out)
 
 
 def resumed_job(record: optuna.Study, options: Options) -> Job:
@@ -314,82 +404,14 @@ def _value(text: str) -> Any:
 
 
 @contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """One process a study; a lock that ends with the process, however that ends."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        lock = open(out / ".lock", "w")  # noqa: SIM115
-    except OSError as error:
-        raise UsageError(f"--out {out}: {error.strerror}. Choose a directory that can be written.") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"{out} is in use by another vtune. Wait for it, or choose another --study."
-            ) from None
-        yield
-
-
-@contextlib.contextmanager
-def _storage(url: str) -> Iterator[optuna.storages.BaseStorage]:
-    storage = open_storage(url)
+def _storage(url: str | None, out: Path) -> Iterator[optuna.storages.RDBStorage]:
+    """The one that is given, for many workers; else one of this process in ``out``."""
+    storage = open_storage(url, Heartbeat()) if url else open_storage(f"sqlite:///{out / 'study.db'}")
     try:
         yield storage
     finally:
         storage.remove_session()
-        if isinstance(storage, optuna.storages.RDBStorage):
-            storage.engine.dispose()
-
-
-def report_facts(name: str, optimizer: Optimizer, outcome: Outcome, target: Target, out: Path) -> Facts:
-    """Everything for the report of a study whose baseline was begun."""
-    job, study, survey = optimizer.job, optimizer.study, optimizer.survey
-    return Facts(
-        study=name,
-        slo=optimizer.slo,
-        space=study.space,
-        outcome=outcome,
-        results=study.results,
-        importances=study.importances(),
-        baseline_launch=launch(target.launch_command(job.flags), job.model, job.flags),
-        best_launch=_launch(optimizer, target, outcome.best.config) if outcome.best else None,
-        load=optimizer.load.description if survey.rate or survey.concurrency else "none: no server came up",
-        survey=survey.describe() if survey.capacity else "the load was given",
-        plan=optimizer.plan.describe() if optimizer.plan else "",
-        seconds=optimizer.clock.spent,
-        target=target.name,
-        out=out,
-        estimate=target.estimate,
-    )
-
-
-def _launch(optimizer: Optimizer, target: Target, config: Config) -> Launch:
-    flags = optimizer.flags(config)
-    return launch(target.launch_command(flags), optimizer.job.model, flags)
-
-
-def _print_verdict(
-    outcome: Outcome, optimizer: Optimizer, target: Target, paths: list[Path], console: Console, as_json: bool
-) -> None:
-    """The verdict on stdout; where the report lies on stderr."""
-    if as_json:
-        report = next((path for path in paths if path.suffix == ".json"), None)
-        text = (
-            report.read_text()
-            if report
-            else json.dumps({"verdict": outcome.kind, "sentence": outcome.sentence})
-        )
-        sys.stdout.write(text.rstrip() + "\n")
-    else:
-        lines = [outcome.sentence]
-        if outcome.best is not None:
-            lines.append(f"launch with: {target.launch_command(optimizer.flags(outcome.best.config))}")
-            lines.append(f"roll back with: {target.launch_command(optimizer.job.flags)}")
-        sys.stdout.write("\n".join(lines) + "\n")
-    sys.stdout.flush()
-    for path in paths:
-        console.print(f"report: {path}", markup=False, highlight=False, soft_wrap=True)
+        storage.engine.dispose()
 
 
 def _resume_command(name: str, options: Options) -> str:
@@ -397,5 +419,5 @@ def _resume_command(name: str, options: Options) -> str:
     if options.out is not None:
         words += ["--out", str(options.out)]
     if options.storage is not None:
-        words += ["--storage", options.storage]
+        words += ["--storage", mask(options.storage)]
     return shlex.join(words)

@@ -35,6 +35,11 @@ class Interrupts:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    @property
+    def seen(self) -> bool:
+        """Whether the user wants an end."""
+        return self._seen
+
     @contextmanager
     def load(self) -> Iterator[threading.Event]:
         """The stop event for a load. Raises KeyboardInterrupt at the end if one came meanwhile."""

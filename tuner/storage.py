@@ -29,6 +29,8 @@ _ANSWERS = {  # a host that is gone without a word is noticed within half a minu
     "tcp_user_timeout": 30_000,
 }
 IN_A_HURRY = 5.0
+_JOB_SECONDS, _JOB_POLLS = 5.0, 25
+"""How long the creator of a study may take to say what it is for."""
 _OPENINGS = 5
 _GONE_SQLSTATES = ("08", "57P")
 """Classes of PostgreSQL's errors that pass: connection exceptions, a server that stops or starts."""
@@ -232,8 +234,28 @@ def _advice(error: Exception) -> str:
     return "Give e.g. sqlite:///studies.db, or postgresql+psycopg://USER@HOST/DATABASE for many machines."
 
 
+def create_study(
+    storage: optuna.storages.BaseStorage, name: str, objective: Objective
+) -> optuna.Study | None:
+    """A new study; None where it exists. Of two workers that create it at once, one does."""
+    try:
+        return optuna.create_study(storage=storage, study_name=name, direction=objective.direction)
+    except optuna.exceptions.DuplicatedStudyError:
+        return None
+
+
 def open_study(storage: optuna.storages.BaseStorage, name: str, objective: Objective) -> optuna.Study:
     """Create the study, or load it where it exists."""
-    return optuna.create_study(
-        storage=storage, study_name=name, direction=objective.direction, load_if_exists=True
-    )
+    return create_study(storage, name, objective) or optuna.load_study(study_name=name, storage=storage)
+
+
+def has_job(record: optuna.Study, sleep: Callable[[float], None] = time.sleep) -> bool:
+    """Whether the study says what it is for; False for one whose creator died before it had said so.
+
+    A study with trials is somebody's in any case.
+    """
+    for _ in range(_JOB_POLLS):
+        if "job" in record.user_attrs or record.get_trials(deepcopy=False):
+            return True
+        sleep(_JOB_SECONDS / _JOB_POLLS)
+    return False

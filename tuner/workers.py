@@ -18,12 +18,13 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
+from tuner.interrupts import Interrupts
 from tuner.machine import Machine
 from tuner.storage import SharedStorage
 from tuner.study import Proposal, Study
@@ -36,7 +37,9 @@ SEED_STEP = 7919
 class Crew:
     """The workers of a study that this process has to itself: there is nobody to wait for."""
 
+    shared = False
     seed_offset = 0
+    """For the samplers of several workers, which must not propose the same."""
 
     @contextmanager
     def turn(self, study: Study) -> Iterator[None]:
@@ -62,6 +65,8 @@ class Crew:
 
 class SharedCrew(Crew):
     """One of the workers of a study on a shared storage. A context manager: within it, the worker lives."""
+
+    shared = True
 
     def __init__(
         self,
@@ -238,6 +243,19 @@ class SharedCrew(Crew):
     def _close(self, number: int) -> None:
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):  # others closed it just now
             self._desk.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
+
+
+def join(
+    storage: optuna.storages.RDBStorage,
+    record: optuna.Study,
+    note: Callable[[str], None],
+    interrupts: Interrupts,
+) -> AbstractContextManager[Crew]:
+    """Become one of the study's workers, or the only one where its storage is not shared."""
+    if not isinstance(storage, SharedStorage):
+        return contextlib.nullcontext(Crew())
+    storage.patience.notify, storage.patience.hurried = note, lambda: interrupts.seen
+    return SharedCrew(storage, record, Machine.here(), note)
 
 
 class Pulse:
