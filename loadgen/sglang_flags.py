@@ -67,6 +67,13 @@ SWITCHES: Mapping[str, tuple[str, bool]] = {
     "skip_tokenizer_init": ("skip_tokenizer_init", True),
 }
 """vLLM's switch -> (SGLang's switch, vLLM's value that SGLang's switch stands for)."""
+SPELLING: Mapping[str, str] = {
+    **NAMES,
+    **{ours: theirs for ours, (theirs, _) in SWITCHES.items()},
+    "enable_chunked_prefill": "chunked_prefill_size",
+    "speculative_config": "speculative_algorithm",
+}
+"""vLLM's name -> the flag of SGLang's that says it, for every flag that has one."""
 METHODS: Mapping[str, str] = {
     "ngram": "NGRAM",
     "eagle": "EAGLE",
@@ -90,10 +97,7 @@ def render_sglang(flags: Mapping[str, Any]) -> list[str]:
 
 def lacks(flag: str) -> bool:
     """Whether ``flag`` is vLLM's and SGLang has nothing like it."""
-    known = (
-        flag in NAMES or flag in SWITCHES or flag in ("speculative_config", "enable_chunked_prefill", "model")
-    )
-    return flag in KINDS and not known
+    return flag in KINDS and flag not in SPELLING and flag != "model"
 
 
 def to_sglang(flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What may be varied: knobs as ladders of values, and the rules that a config must hold before any launch.
+"""What may be varied around a baseline, and the rules that a config must hold before any launch.
 
 A config maps flag names (vLLM's, snake case) to values and is *effective*: every knob has a value in it,
 defaults filled in. An axis is one parameter of the search; a knob like ``speculative_config`` spreads over
@@ -8,133 +8,57 @@ the values are those that people write, and a config that was measured is recogn
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from optuna.trial import BaseTrial, FixedTrial
 
-Config = Mapping[str, Any]
-Value = int | float | str | bool
-"""What a rung of a ladder can be."""
-
-SPECULATION = "speculative_config"
-DRAFTS = f"{SPECULATION}.num_speculative_tokens"
-THRESHOLD = "long_prefill_token_threshold"
-
-DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "bundled": {
-        "max_num_batched_tokens": 2048,
-        "max_num_seqs": 128,
-        "gpu_memory_utilization": 0.92,
-        "long_prefill_token_threshold": 0,
-        "speculative_config": None,
-        "enable_chunked_prefill": True,
-        "enable_prefix_caching": True,
-        "scheduling_policy": "fcfs",
-    },
-    # vLLM chooses the first two by device and usage; these are the values of most GPUs.
-    "vllm": {
-        "max_num_batched_tokens": 2048,
-        "max_num_seqs": 256,
-        "gpu_memory_utilization": 0.92,
-        "long_prefill_token_threshold": 0,
-        "speculative_config": None,
-        "enable_chunked_prefill": True,
-        "enable_prefix_caching": True,
-        "scheduling_policy": "fcfs",
-    },
-}
-LOOKUP_DEFAULTS: Mapping[str, tuple[int, int]] = {"bundled": (2, 4), "vllm": (5, 5)}
-"""prompt_lookup_min and prompt_lookup_max of a speculative config that gives neither."""
-
-
-class SpaceError(ValueError):
-    """``--fix`` or ``--vary`` names something that cannot be fixed or varied."""
-
-
-@dataclass(frozen=True)
-class Axis:
-    """One parameter of the search. Of ordered values the sampler sees the index into ``values``."""
-
-    name: str
-    values: tuple[Value, ...]
-    ordered: bool = True
-    needs: str | None = None
-    """The axis that must have a true value for this one to exist."""
-
-    @property
-    def flag(self) -> str:
-        return self.name.partition(".")[0]
-
-    def suggest(self, trial: BaseTrial) -> Value:
-        if self.ordered:
-            return self.values[trial.suggest_int(self.name, 0, len(self.values) - 1)]
-        return trial.suggest_categorical(self.name, self.values)
-
-    def param(self, value: Value) -> Value:
-        """The sampler's parameter for the rung nearest to ``value`` (by ratio, where positive)."""
-        if not self.ordered:
-            return value
-        index = range(len(self.values))
-        if value in self.values:
-            return self.values.index(value)
-        return min(index, key=lambda i: _distance(self.values[i], value))
-
-
-def _distance(a: Any, b: Any) -> float:
-    return abs(math.log(a / b)) if a > 0 and b > 0 else math.inf
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A config that breaks it is refused without a launch."""
-
-    flag: str
-    text: str
-    broken: Callable[[Config, int], bool]
-    """(config, max_model_len) -> True where the rule is broken."""
-
-
-def _drafts(config: Config) -> int:
-    speculation = config.get(SPECULATION)
-    return speculation.get("num_speculative_tokens", 1) if speculation else 0
-
-
-RULES = (
-    Rule(
-        "max_num_batched_tokens",
-        "must be at least max_num_seqs, or a step cannot serve every sequence",
-        lambda c, _: c["max_num_batched_tokens"] < c["max_num_seqs"],
-    ),
-    Rule(
-        "max_num_batched_tokens",
-        "must be at least max_model_len when chunked prefill is off, or a long prompt fits no step",
-        lambda c, length: not c["enable_chunked_prefill"] and c["max_num_batched_tokens"] < length,
-    ),
-    Rule(
-        THRESHOLD,
-        "must be below max_num_batched_tokens, or it does nothing",
-        lambda c, _: c[THRESHOLD] >= c["max_num_batched_tokens"],
-    ),
-    Rule(
-        "max_num_batched_tokens",
-        "must be at least 1 + num_speculative_tokens, or nothing is ever admitted",
-        lambda c, _: 1 + _drafts(c) > c["max_num_batched_tokens"],
-    ),
-    Rule(
-        SPECULATION,
-        "prompt_lookup_min must not exceed prompt_lookup_max",
-        lambda c, _: (
-            bool(c[SPECULATION])
-            and c[SPECULATION].get("prompt_lookup_min", 1) > c[SPECULATION].get("prompt_lookup_max", 99)
-        ),
-    ),
+from tuner.axis import Axis, Param, Value, is_number
+from tuner.knobs import (
+    DRAFTS,
+    HELD,
+    METHOD,
+    SPECULATION,
+    THRESHOLD,
+    Knob,
+    Surroundings,
+    default_of,
+    geometric,
+    knobs_of,
 )
+from tuner.rules import RULES, Rule
+from tuner.space_file import SpaceError, SpaceFile
+
+__all__ = [
+    "DRAFTS",
+    "RULES",
+    "SPECULATION",
+    "THRESHOLD",
+    "Axis",
+    "Config",
+    "Rule",
+    "Space",
+    "SpaceError",
+    "Surroundings",
+    "Value",
+    "build_space",
+    "config_key",
+    "effective",
+    "geometric",
+    "render_value",
+]
+
+Config = Mapping[str, Any]
+LOOKUPS = ("prompt_lookup_min", "prompt_lookup_max")
+LOOKUP_DEFAULT = 5
+"""Of both, where a speculative config gives neither; where it gives one, that is both."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +69,9 @@ class Space:
     baseline: Config
     max_model_len: int
     rules: tuple[Rule, ...] = RULES
+    around: Surroundings = field(default_factory=Surroundings)
+    notes: tuple[str, ...] = ()
+    """What is left alone although it is searched by default, and why."""
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -154,15 +81,14 @@ class Space:
         """The config that the sampler proposes."""
         chosen: dict[str, Value] = {}
         for axis in self.axes:
-            if axis.needs is None or chosen.get(axis.needs):
+            if axis.exists(chosen):
                 chosen[axis.name] = axis.suggest(trial)
         return self._assemble(chosen)
 
-    def params(self, config: Config) -> dict[str, Value]:
+    def params(self, config: Config) -> dict[str, Param]:
         """The sampler's parameters for ``config``, moved onto the ladders (else the baseline's)."""
         values = _flatten({**self.baseline, **config})
-        axes = [a for a in self.axes if a.needs is None or values.get(a.needs)]
-        return {axis.name: axis.param(values[axis.name]) for axis in axes if axis.name in values}
+        return {a.name: a.param(values[a.name]) for a in self.axes if a.exists(values) and a.name in values}
 
     def snap(self, config: Config) -> dict[str, Any]:
         """``config`` with every searched flag moved onto its ladder."""
@@ -174,11 +100,17 @@ class Space:
 
     def refusals(self, config: Config) -> list[str]:
         """Why ``config`` must not be launched; empty when it may."""
-        return [
-            f"{rule.flag}={render_value(config[rule.flag])}: {rule.text}"
-            for rule in self.rules
-            if rule.broken(config, self.max_model_len)
+        flat = _flatten(config)
+        numbers = {**self._lengths, **_numbers(flat)}
+        found = [
+            f"{rule.flag}={render_value(config.get(rule.flag))}: {rule.text}"
+            for rule in self._live_rules
+            if rule.broken(flat, numbers)
         ]
+        plan = self.around.memory
+        if plan and (short := plan.refusal(config, self.baseline, int(numbers["max_model_len"]))):
+            found.append(short)
+        return found
 
     def changes(self, config: Config) -> dict[str, tuple[Any, Any]]:
         """Flag -> (baseline's value, config's value), for flags that differ."""
@@ -191,13 +123,7 @@ class Space:
     @property
     def size(self) -> int:
         """How many distinct configs there are, those that rules refuse included."""
-        independent = math.prod(len(a.values) for a in self.axes if a.needs is None and not self._children(a))
-        dependent = (
-            sum(math.prod(len(c.values) for c in self._children(a)) if value else 1 for value in a.values)
-            for a in self.axes
-            if self._children(a)
-        )
-        return independent * math.prod(dependent)
+        return math.prod(self._choices(axis) for axis in self.axes if axis.needs is None)
 
     def untried(self, tried: Iterable[str], rng: random.Random) -> dict[str, Any] | None:
         """A random config that breaks no rule and whose key is not in ``tried``; None when none is left."""
@@ -209,8 +135,13 @@ class Space:
         """Every config of a space of at most ``limit``, else so many at random; some may be there twice."""
         return self._every() if self.size <= limit else self._random(rng, limit)
 
-    def _children(self, axis: Axis) -> list[Axis]:
-        return [other for other in self.axes if other.needs == axis.name]
+    def _choices(self, axis: Axis) -> int:
+        """Values of an axis, each times those of the axes that exist beside it."""
+        children = [other for other in self.axes if other.needs == axis.name]
+        return sum(
+            math.prod(self._choices(child) for child in children if child.exists({axis.name: value}))
+            for value in axis.values
+        )
 
     def _every(self) -> Iterator[dict[str, Any]]:
         for values in itertools.product(*(axis.values for axis in self.axes)):
@@ -222,19 +153,32 @@ class Space:
 
     def _assemble(self, chosen: Mapping[str, Value]) -> dict[str, Any]:
         config = dict(self.baseline)
+        there: dict[str, Value] = {}
         nested: dict[str, dict[str, Any]] = {}
         for axis in self.axes:
-            if axis.name not in chosen:
+            if axis.name not in chosen or not axis.exists(there):
                 continue
+            there[axis.name] = chosen[axis.name]
             flag, _, key = axis.name.partition(".")
             if key:
                 nested.setdefault(flag, {})[key] = chosen[axis.name]
             else:
                 config[flag] = chosen[axis.name]
         for flag, values in nested.items():
-            drafts = values.get("num_speculative_tokens", 1)
-            config[flag] = {"method": "ngram", **values} if drafts else None
+            whole = {**(self.baseline.get(flag) or {}), **values}
+            config[flag] = _speculation(whole) if flag == SPECULATION else whole
         return config
+
+    @cached_property
+    def _live_rules(self) -> tuple[Rule, ...]:
+        """Those whose names a config can have at all: the others would be silent each time."""
+        flags = {name.rpartition(".")[2] for name in (*_flatten(self.baseline), *(a.name for a in self.axes))}
+        there = flags | self._lengths.keys()
+        return tuple(rule for rule in self.rules if rule.compared <= there)
+
+    @cached_property
+    def _lengths(self) -> dict[str, float]:
+        return self.around.numbers({})
 
 
 def build_space(
@@ -243,123 +187,198 @@ def build_space(
     *,
     fix: Sequence[str] = (),
     vary: Mapping[str, tuple[Value, ...] | None] | None = None,
+    around: Surroundings | None = None,
+    file: SpaceFile | None = None,
 ) -> Space:
     """The axes for a model of ``max_model_len`` tokens around ``baseline`` (effective, see the module).
 
     ``fix`` names flags to leave at the baseline's value (``all``: every one that ``vary`` does not name);
-    ``vary`` adds flags, with the values to try, or None for the flag's own range. Raises SpaceError.
+    ``vary`` adds flags, with the values to try, or None for the flag's own range. ``file`` replaces the knobs
+    that are searched by default, and adds rules. Raises SpaceError.
     """
+    around = replace(around or Surroundings(), max_model_len=max_model_len)
     vary = dict(vary or {})
-    known = {axis.flag for axis in _axes(baseline, max_model_len)} | set(_CHOICES)
-    for flag in fix:
-        if flag != "all" and flag not in known:
-            raise SpaceError(
-                f"--fix {flag}: not a flag that is varied. Varied are: {', '.join(sorted(known))}."
-            )
-    for flag, values in vary.items():
-        if values is None and flag not in known:
-            raise SpaceError(f"--vary {flag}: has no range of its own. Give the values: --vary {flag}=A,B.")
-        if flag in fix:
-            raise SpaceError(f"{flag}: both --fix and --vary. Drop one.")
-    axes = [
-        axis for axis in _axes(baseline, max_model_len) if axis.flag not in vary or vary[axis.flag] is None
-    ]
-    axes = [axis for axis in axes if axis.flag in vary or not {axis.flag, "all"} & set(fix)]
-    for flag, values in vary.items():
-        if values is not None:
-            axes.append(_explicit(flag, values, baseline.get(flag)))
-        elif flag in _CHOICES:
-            axes.append(Axis(flag, _CHOICES[flag], ordered=False))
+    _check_names(fix, vary, around)
+    wanted, notes = _wanted(baseline, fix, vary, around, file)
+    whole = {**{k.flag: default_of(k, around.server) for k in wanted if k.flag not in baseline}, **baseline}
+    if "max_model_len" in whole:
+        whole["max_model_len"] = whole["max_model_len"] or max_model_len
+    numbers = around.numbers(_numbers(_flatten(whole)))
+    values = _flatten(whole)
+    axes = tuple(knob.axis(numbers, values.get(knob.name)) for knob in _in_touch(wanted, whole))
     if not axes:
         raise SpaceError("nothing is left to vary. Fix fewer flags, or --vary one.")
-    return Space(tuple(axes), baseline, max_model_len)
+    rules = (*RULES, *file.rules) if file else RULES
+    return Space(axes, whole, max_model_len, rules, around, tuple(notes))
 
 
-_CHOICES: Mapping[str, tuple[Value, ...]] = {
-    "enable_chunked_prefill": (True, False),
-    "enable_prefix_caching": (True, False),
-    "scheduling_policy": ("fcfs", "priority"),
-}
+def _wanted(
+    baseline: Config,
+    fix: Sequence[str],
+    vary: Mapping[str, tuple[Value, ...] | None],
+    around: Surroundings,
+    file: SpaceFile | None,
+) -> tuple[list[Knob], list[str]]:
+    """The knobs to search, and notes on those that are left out of the default ones."""
+    own = knobs_of(around.server)
+    default = file.knobs if file else tuple(knob for knob in own if knob.main)
+    kept: list[Knob] = []
+    notes: list[str] = []
+    for knob in default:
+        explicit = vary.get(knob.flag) or vary.get(knob.name)
+        named = knob.flag in vary or knob.name in vary
+        if explicit or (not named and {knob.flag, knob.name, "all"} & set(fix)):
+            continue
+        if reason := around.absent(knob, baseline):
+            if named or file:
+                raise SpaceError(f"{knob.name}: cannot be varied: {reason}.")
+            notes.append(f"{knob.flag} is not varied: {reason}")
+            continue
+        kept.append(around.narrowed(knob))
+    for name, values in vary.items():
+        if values is not None:
+            kept.append(_explicit(name, values, baseline, own))
+        elif not any(knob.name == name or knob.flag == name for knob in kept):
+            kept += [_by_name(knob, baseline, around) for knob in own if knob.name == name]
+    return kept, list(dict.fromkeys(notes))
 
 
-def _axes(baseline: Config, max_model_len: int) -> list[Axis]:
-    """The knobs of the default search, ranged by the model and by the baseline's values."""
-    tokens, seqs = baseline["max_num_batched_tokens"], baseline["max_num_seqs"]
-    memory = baseline["gpu_memory_utilization"]
-    threshold = baseline[THRESHOLD]
-    speculation = baseline[SPECULATION] or {}
-    axes = [
-        Axis("max_num_batched_tokens", geometric(max(32, tokens // 32), max(4 * tokens, 2048), tokens)),
-        Axis("max_num_seqs", geometric(max(4, seqs // 16), min(4 * seqs, max(seqs, 1024)), seqs)),
-        Axis("gpu_memory_utilization", tuple(sorted({0.75, 0.8, 0.85, 0.9, 0.95, memory}))),
-        # Off stands at the end: no threshold behaves like one that no prompt reaches.
-        Axis(THRESHOLD, (*geometric(max(32, max_model_len // 128), max_model_len // 4, threshold), 0)),
-        Axis(DRAFTS, _including((0, 1, 2, 3, 4, 5), _drafts(baseline))),
-        Axis(
-            f"{SPECULATION}.prompt_lookup_min",
-            _including((1, 2, 3), speculation.get("prompt_lookup_min")),
-            needs=DRAFTS,
-        ),
-        Axis(
-            f"{SPECULATION}.prompt_lookup_max",
-            _including((3, 4, 5), speculation.get("prompt_lookup_max")),
-            needs=DRAFTS,
-        ),
-    ]
-    if speculation.get("method", "ngram") != "ngram":  # a draft model is the user's choice, and none of ours
-        axes = [axis for axis in axes if axis.flag != SPECULATION]
-    return axes
+def _by_name(knob: Knob, baseline: Config, around: Surroundings) -> Knob:
+    """A knob that was asked for. Raises SpaceError where it cannot matter."""
+    if reason := around.absent(knob, baseline):
+        raise SpaceError(f"--vary {knob.name}: {reason}.")
+    narrowed = around.narrowed(knob)
+    if knob.values and len(narrowed.values) < 2:
+        raise SpaceError(f"--vary {knob.name}: this server takes only {render_value(narrowed.values[0])}.")
+    return narrowed
 
 
-def geometric(low: int, high: int, include: int = 0) -> tuple[int, ...]:
-    """Powers of two and the steps half-way (…, 128, 192, 256, …) in [low, high], and ``include`` if > 0."""
-    steps = {base * 2**power for base in (2, 3) for power in range(31)}
-    chosen = {step for step in steps if low <= step <= high}
-    return tuple(sorted(chosen | ({include} if include > 0 else set())))
+def _in_touch(wanted: Sequence[Knob], baseline: Config) -> list[Knob]:
+    """The knobs, each tied to what it depends on and behind it: another knob, or the baseline's value."""
+    names = {knob.name for knob in wanted}
+    values = _flatten(baseline)
+    tied: dict[str, Knob] = {}
+    for knob in wanted:
+        if knob.name.partition(".")[2] in LOOKUPS:
+            if METHOD in names:
+                knob = replace(knob, needs=METHOD, needs_value="ngram")
+            elif values.get(METHOD, "ngram") != "ngram":
+                continue
+        if knob.needs is None or knob.needs in names:
+            tied[knob.name] = knob
+        elif values.get(knob.needs):
+            tied[knob.name] = replace(knob, needs=None, needs_value=None)
+    ordered: dict[str, Knob] = {}
+
+    def place(knob: Knob) -> None:
+        if knob.needs is not None and knob.needs not in ordered:
+            place(tied[knob.needs])
+        ordered.setdefault(knob.name, knob)
+
+    for knob in tied.values():
+        place(knob)
+    return list(ordered.values())
 
 
-def _including(values: tuple[int, ...], value: int | None) -> tuple[Value, ...]:
-    return tuple(sorted({*values, *([] if value is None else [value])}))
+def _check_names(
+    fix: Sequence[str], vary: Mapping[str, tuple[Value, ...] | None], around: Surroundings
+) -> None:
+    """Raises SpaceError for a flag that nobody knows."""
+    own = knobs_of(around.server)
+    known = {name for knob in own for name in (knob.flag, knob.name)}
+    for flag in fix:
+        if flag != "all" and flag not in known and flag not in vary:
+            raise SpaceError(
+                f"--fix {flag}: not a flag that is varied{_near(flag, known)}. Varied are: "
+                f"{', '.join(sorted(known))}."
+            )
+    for flag, values in vary.items():
+        if flag in fix:
+            raise SpaceError(f"{flag}: both --fix and --vary. Drop one.")
+        if flag in known:
+            continue
+        offered = around.offered
+        if offered is not None and around.spelling(flag.partition(".")[0]) not in offered:
+            near = _near(flag, {*known, *offered.flags})
+            raise SpaceError(f"--vary {flag}: the server has no such flag{near}.")
+        if values is None:
+            near = _near(flag, known)
+            raise SpaceError(
+                f"--vary {flag}: has no range of its own{near}. Give the values: --vary {flag}=A,B."
+            )
 
 
-def _explicit(flag: str, values: tuple[Value, ...], baseline: Any) -> Axis:
+def _explicit(name: str, values: tuple[Value, ...], baseline: Config, own: Sequence[Knob]) -> Knob:
     """Raises SpaceError for values that are none, and for words where the baseline is a number."""
+    current = _flatten(baseline).get(name)
     for value in values:
         odd = not isinstance(value, str | int | float) or (
             isinstance(value, float) and not math.isfinite(value)
         )
-        if odd or (_is_number(baseline) and not _is_number(value)):
-            wanted = "a number" if _is_number(baseline) else "a number, a switch or a word"
-            raise SpaceError(f"--vary {flag}: {json.dumps(value)} is not {wanted}.")
-    every = dict.fromkeys(values if baseline is None else (baseline, *values))
-    numeric = all(map(_is_number, every))
-    return Axis(flag, tuple(sorted(every)) if numeric else tuple(every), ordered=numeric)
+        if odd or (is_number(current) and not is_number(value)):
+            wanted = "a number" if is_number(current) else "a number, a switch or a word"
+            raise SpaceError(f"--vary {name}: {json.dumps(value)} is not {wanted}.")
+    known = next((knob for knob in own if knob.name == name), Knob(name))
+    every = (*values,) if current is None else (current, *values)
+    return Knob(
+        name,
+        tuple(dict.fromkeys(every)),
+        ordered=all(map(is_number, every)),
+        default=known.default,
+        needs=known.needs,
+        needs_value=known.needs_value,
+    )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _near(flag: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(flag, list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _speculation(config: Config) -> dict[str, Any] | None:
+    """A speculative config as it is given; None where nothing is drafted."""
+    if not config.get("num_speculative_tokens"):
+        return None
+    whole = {"method": "ngram", **config}
+    idle = () if whole["method"] == "ngram" else LOOKUPS
+    return {key: value for key, value in whole.items() if key not in idle}
 
 
 def _flatten(config: Config) -> dict[str, Any]:
     """Nested flags as ``flag.key``; speculation that is off has 0 drafts."""
-    flat = {flag: value for flag, value in config.items() if not isinstance(value, Mapping)}
-    flat[DRAFTS] = _drafts(config)
+    flat = dict(config)
+    speculation = flat.get(SPECULATION)
+    flat[DRAFTS] = speculation.get("num_speculative_tokens", 1) if speculation else 0
     for flag, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{flag}.{key}": item for key, item in value.items()}
+        if isinstance(value, dict):
+            del flat[flag]
+            for key, item in value.items():
+                flat[f"{flag}.{key}"] = item
     return flat
 
 
+def _numbers(flat: Mapping[str, Any]) -> dict[str, float]:
+    """What expressions can compute with: numbers, switches as 0 and 1, of ``flag.key`` the key."""
+    return {
+        name.rpartition(".")[2]: float(value)
+        for name, value in flat.items()
+        if isinstance(value, int | float)
+    }
+
+
 def effective(flags: Config, server: str) -> dict[str, Any]:
-    """What ``server`` (a key of DEFAULTS) started with ``flags`` runs with: every default filled in."""
-    config = {**DEFAULTS[server], **flags}
+    """What a ``server`` of this kind runs with when it is started with ``flags``: defaults filled in."""
+    own = knobs_of(server)
+    named = [knob for knob in own if knob.main or knob.name in HELD]
+    defaults = {k.flag: None if k.flag == SPECULATION else default_of(k, server) for k in named}
+    config: dict[str, Any] = {**defaults, **flags}
     speculation = config[SPECULATION]
     if speculation and speculation.get("method") == "ngram":
-        low, high = LOOKUP_DEFAULTS[server]
-        low = min(speculation.get("prompt_lookup_min", low), speculation.get("prompt_lookup_max", high))
-        high = max(speculation.get("prompt_lookup_max", high), low)
-        lookup = {"prompt_lookup_min": low, "prompt_lookup_max": high}
-        config[SPECULATION] = {"num_speculative_tokens": _drafts(config), **lookup, **speculation}
+        given = [speculation[key] for key in LOOKUPS if key in speculation]
+        lookup = dict.fromkeys(LOOKUPS, given[0] if given else LOOKUP_DEFAULT)
+        lookup = lookup if any(knob.name.endswith(LOOKUPS) for knob in own) else {}
+        drafts = speculation.get("num_speculative_tokens", 1)
+        config[SPECULATION] = {"num_speculative_tokens": drafts, **lookup, **speculation}
     return config
 
 

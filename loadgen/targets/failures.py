@@ -34,7 +34,7 @@ _SIGNS = [
         "bad_flag",
         r"unrecognized arguments?|error: argument|No such option|Invalid value|invalid choice"
         r"|^error: --[a-z-]+ .*Fix: |validation errors? for \w*Config|^Value error, "
-        r"|ValueError: .*(max_num|must be|should be)",
+        r"|ValueError: .*(max_num|must be|should be)|No common block size|is not supported (for|on|by) ",
     ),
     (
         "model_not_found",

@@ -1,3 +1,4 @@
+import json
 import random
 
 import optuna
@@ -7,7 +8,6 @@ from hypothesis import strategies as st
 
 from tuner.space import (
     DRAFTS,
-    RULES,
     SPECULATION,
     THRESHOLD,
     Axis,
@@ -105,7 +105,7 @@ def test_rules_refuse(changes, fragment):
 
 
 def test_every_rule_lets_the_defaults_pass():
-    assert [rule for rule in RULES if rule.broken(BASELINE, 8192)] == []
+    assert space().refusals(BASELINE) == []
 
 
 def test_fix_takes_a_flag_out():
@@ -143,9 +143,14 @@ def test_bad_fix_and_vary(kwargs, fragment):
         space(**kwargs)
 
 
-def test_a_draft_model_of_the_users_is_left_alone():
-    mine = effective({SPECULATION: {"method": "eagle", "model": "x"}}, "vllm")
-    assert SPECULATION not in build_space(mine, 8192).flags
+def test_of_the_users_draft_model_only_the_number_of_drafts_varies():
+    mine = effective({SPECULATION: {"method": "eagle", "model": "x", "num_speculative_tokens": 2}}, "vllm")
+    found = build_space(mine, 8192, fix=["all"], vary={SPECULATION: None})
+    assert [axis.name for axis in found.axes] == [DRAFTS]
+    assert found.snap(mine) == mine
+    kinds = {json.dumps(config[SPECULATION]) for config in found.draw(random.Random(1), 99)}
+    assert len(kinds) == found.size == 6
+    assert all(text == "null" or '"model": "x"' in text for text in kinds)
 
 
 def test_size_counts_the_lookups_once_for_no_speculation():

@@ -1,0 +1,158 @@
+"""The memory plan of a server, read from the log of its start, so that a config without room needs no launch.
+
+A plan is the least that a config takes: what a start does not tell (how activations grow with the token
+budget) is left out, so that a config is refused only when it cannot fit, never because it may not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+GIB, MIB = 1 << 30, 1 << 20
+SHAPING = frozenset({"tensor_parallel_size", "quantization", "dtype", "device_memory", "enforce_eager"})
+"""Flags that change what weights or the device come to: a config that varies them is not judged."""
+KV_BYTES: Mapping[str, int] = {
+    "auto": 2,
+    "bfloat16": 2,
+    "float16": 2,
+    "fp8": 1,
+    "int8": 1,
+    "int4": 1,
+    "fp4": 1,
+}
+"""Of one element, by the beginning of ``kv_cache_dtype``; below a byte they are taken for one."""
+
+_OURS = re.compile(
+    r"Memory: ([\d.]+) GiB x ([\d.]+) - weights ([\d,]+) MiB - activations ([\d,]+) MiB "
+    r"\(at ([\d,]+) batched tokens\) = KV ([\d,]+) MiB"
+)
+_OUR_POOL = re.compile(r"KV cache: ([\d,]+) tokens \([\d,]+ blocks of (\d+)\)")
+_POOL = re.compile(r"KV cache size: ([\d,]+) tokens")
+_VLLM_GPU = re.compile(
+    r"Free memory on device \([\d.]+/([\d.]+) GiB\) on startup\. Desired GPU memory utilization is "
+    r"\(([\d.]+), [\d.]+ GiB\)\. Actual usage is ([\d.]+) GiB for consumed memory \(weights \+ non-torch\), "
+    r"([\d.]+) GiB for peak activation, and ([\d.]+) GiB for CUDAGraph memory\..*"
+    r"Current kv cache memory in use is ([\d.]+) GiB"
+)
+_VLLM_CPU = re.compile(
+    r"Auto set \(([\d.]+)/[\d.]+\) GiB for KV cache on node \d+, with ([\d.]+) GiB requested memory for the "
+    r"worker\. ([\d.]+) GiB memory was consumed by non-kv usages"
+)
+_VLLM_PINNED = re.compile(
+    r"Explicitly set \(([\d.]+)/[\d.]+\) GiB for KV cache|reserved ([\d.]+) GiB memory for KV Cache"
+)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where the memory of the baseline's server goes. Bytes, tokens."""
+
+    device: float
+    """What ``gpu_memory_utilization`` is a share of."""
+    utilization: float
+    fixed: float
+    """Weights, and whatever else does not depend on the flags that are varied."""
+    activations: float
+    """Peak of a step of the baseline's ``max_num_batched_tokens``."""
+    kv_bytes: float
+    kv_tokens: int
+    rounding: float
+    """How far the log's figures may be off, together."""
+    proportional: bool = False
+    """Activations are known to grow as the token budget does. Else only that they do not shrink."""
+    pinned: bool = False
+    """The pool was set in bytes: ``gpu_memory_utilization`` moves nothing."""
+
+    @classmethod
+    def read(cls, log: str, *, utilization: float, proportional: bool = False) -> Self | None:
+        """From a start's log; None where it does not say enough. ``utilization``: the server's flag."""
+        if (ours := _last(_OURS, log)) and (pool := _last(_OUR_POOL, log)):
+            device, share, weights, activations, _, kv = map(_number, ours)
+            bytes_ = (weights * MIB, activations * MIB, kv * MIB)
+            off = 0.005 * GIB + 2 * MIB
+            return cls(device * GIB, share, *bytes_, int(_number(pool[0])), off, proportional)
+        pool = _last(_POOL, log)
+        if pool is None:
+            return None
+        tokens = int(_number(pool[0]))
+        if found := _last(_VLLM_GPU, log):
+            device, share, consumed, activations, graphs, kv = map(_number, found)
+            bytes_ = ((consumed + graphs) * GIB, activations * GIB, kv * GIB)
+            return cls(device * GIB, share, *bytes_, tokens, 0.04 * GIB)
+        if found := _last(_VLLM_CPU, log):
+            kv, requested, consumed = map(_number, found)
+            device = requested / utilization * GIB
+            return cls(device, utilization, consumed * GIB, 0.0, kv * GIB, tokens, 0.03 * GIB)
+        if found := _last(_VLLM_PINNED, log):
+            kv = _number(found[0] or found[1])
+            return cls(0.0, utilization, 0.0, 0.0, kv * GIB, tokens, 0.01 * GIB, pinned=True)
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def refusal(self, config: Mapping[str, Any], baseline: Mapping[str, Any], max_model_len: int) -> str:
+        """Why one request of ``max_model_len`` tokens cannot fit, with the arithmetic; "" where it may."""
+        if (
+            any(config.get(flag) != baseline.get(flag) for flag in SHAPING)
+            or "num_gpu_blocks_override" in config
+        ):
+            return ""
+        pool = self._pool(config, baseline)
+        bytes_per_token = self.kv_bytes / self.kv_tokens * _kv_ratio(config, baseline)
+        needed = max_model_len * bytes_per_token
+        if pool + self.rounding >= needed:
+            return ""
+        return (
+            f"{self._arithmetic(config, baseline)} = {_mib(pool)} MiB of KV at most, and one request of "
+            f"max_model_len ({max_model_len}) needs {_mib(needed)} MiB "
+            f"({max_model_len} x {bytes_per_token:,.0f} bytes)"
+        )
+
+    def _pool(self, config: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
+        if self.pinned:
+            return self.kv_bytes
+        return (
+            self.device * config["gpu_memory_utilization"] - self.fixed - self._activations(config, baseline)
+        )
+
+    def _activations(self, config: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
+        """At least so much: they have parts that grow with tokens, with sequences, and with neither."""
+        tokens = config["max_num_batched_tokens"] / baseline["max_num_batched_tokens"]
+        if self.proportional:
+            return self.activations * tokens
+        return self.activations * min(1.0, tokens, config["max_num_seqs"] / baseline["max_num_seqs"])
+
+    def _arithmetic(self, config: Mapping[str, Any], baseline: Mapping[str, Any]) -> str:
+        if self.pinned:
+            return "memory: the KV pool is set by hand"
+        return (
+            f"memory: {self.device / GIB:.2f} GiB x {config['gpu_memory_utilization']:g} "
+            f"- {_mib(self.fixed)} MiB weights - {_mib(self._activations(config, baseline))} MiB activations"
+        )
+
+
+def _kv_ratio(config: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
+    ours, theirs = (_kv_bytes(str(c.get("kv_cache_dtype") or "auto")) for c in (config, baseline))
+    return ours / theirs
+
+
+def _kv_bytes(dtype: str) -> int:
+    return next((size for name, size in KV_BYTES.items() if dtype.startswith(name)), 1)
+
+
+def _last(pattern: re.Pattern[str], log: str) -> tuple[str, ...] | None:
+    """The groups of the last match."""
+    found = [match.groups(default="") for match in pattern.finditer(log)]
+    return found[-1] if found else None
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def _mib(size: float) -> str:
+    return f"{size / MIB:,.0f}"
