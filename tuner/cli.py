@@ -98,6 +98,20 @@ def optimize(
             help="Who decides what to try: gp (auto), tpe, random, or staircase, a knob at a time. [auto]"
         ),
     ] = None,
+    prior: Annotated[
+        str | None,
+        typer.Option(
+            help="What simulates configs before they are measured: auto (the bundled engine's own), none, "
+            "simulated:h100 or another device, or a JSON file of step times. [auto]"
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(
+            help="Start from what an earlier study recommended, and say whether the optimum moved (then the "
+            "exit code is 1): its --out directory, its report.json, its name, or STORAGE-URL#STUDY."
+        ),
+    ] = None,
     study: Annotated[
         str | None, typer.Option(help="The study's name; an existing one is resumed. [made from the time]")
     ] = None,
@@ -131,6 +145,8 @@ def optimize(
       vtune optimize --target simulated:h100 --model config.json --slo 'itl_p99<40ms,ttft_p95<400ms'
 
       vtune optimize --replay monday.jsonl --slo 'itl_p99<80ms' --run-time 60s --budget 30m
+
+      vtune optimize --baseline vtune-runs/optimize-20260101-120000 --replay today.jsonl
 
       vtune optimize --study optimize-20260101-120000
     """
@@ -166,7 +182,9 @@ def optimize(
         vary=tuple(vary) if vary else None,
         seed=seed,
         strategy=strategy,
+        prior=prior,
         replay=replay,
+        baseline=baseline,
         study=study,
         storage=storage,
         out=out,

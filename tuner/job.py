@@ -42,9 +42,15 @@ class Job:
     vary: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     seed: int = 0
     strategy: str = "auto"
-    """Who decides what to try (see tuner.strategy)."""
+    """Who decides what to try (see tuner.strategies)."""
+    prior: str = "auto"
+    """What simulates configs beforehand (see tuner.prior.make_simulator)."""
     replay: Mapping[str, Any] | None = None
     """Recorded traffic in place of the workload: ``tuner.options.Replay`` as JSON, and the file's sha256."""
+    baseline: Mapping[str, Any] | None = None
+    """The ``tuner.regression.Recommendation`` of an earlier study, as JSON; ``flags`` are its flags."""
+    loads: tuple[float, ...] | None = None
+    """Levels of load to compare configs at afterwards; None: those of a replayed trace; empty: none."""
 
     @property
     def server(self) -> str:
@@ -68,4 +74,6 @@ class Job:
             raise JobError(f"the study's schema is {data.get('schema')!r}, this version reads {SCHEMA!r}")
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         vary = {flag: None if items is None else tuple(items) for flag, items in values["vary"].items()}
-        return cls(**{**values, "fix": tuple(values["fix"]), "vary": vary})
+        loads = values.get("loads")
+        known = {"fix": tuple(values["fix"]), "vary": vary, "loads": None if loads is None else tuple(loads)}
+        return cls(**{**values, **known})

@@ -22,6 +22,7 @@ from tuner import plots
 from tuner.launch import Launch
 from tuner.measure import pooled
 from tuner.outcome import Outcome, describe_trial, label
+from tuner.regression import KEY, Recommendation, Regression, show
 from tuner.result import TrialResult, without_nan
 from tuner.slo import Slo
 from tuner.space import Space
@@ -55,6 +56,11 @@ class Facts:
     out: Path
     estimate: str = ""
     """What the figures are estimated from, where nothing was measured."""
+    command: str = ""
+    """What does the study again."""
+    recommendation: Recommendation | None = None
+    regression: Regression | None = None
+    """The verdict on an earlier study, where one was given."""
 
     @property
     def baseline(self) -> TrialResult | None:
@@ -86,10 +92,27 @@ class Facts:
             "seconds": self.seconds,
             "target": self.target,
             "estimate": self.estimate,
+            "command": self.command,
+            KEY: self.recommendation.to_json() if self.recommendation else None,
+            "regression": self.regression.to_json() if self.regression else None,
             "environment": environment(),
             "caveats": self.caveats,
         }
         return dict(without_nan(data))
+
+    @property
+    def exit_code(self) -> int:
+        """1 also where the optimum of an earlier study moved."""
+        return 1 if self.regression is not None and self.regression.moved else self.outcome.exit_code
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The verdict for people, what matters first, and how to launch it and go back."""
+        lines = [self.regression.sentence] if self.regression else [self.outcome.sentence]
+        if self.best_launch is not None:
+            lines.append(f"launch with: {self.best_launch.target}")
+            lines.append(f"roll back with: {self.baseline_launch.target}")
+        return tuple(lines)
 
     @property
     def changes(self) -> dict[str, list[Any]]:
@@ -208,6 +231,7 @@ def _render(template: str, facts: Facts, data: Mapping[str, Any], charts: Sequen
         plotly=get_plotlyjs() if charts else "",
         label=label,
         show=format_value,
+        reading=show,
     )
 
 

@@ -8,7 +8,7 @@ import optuna
 import pytest
 from analytic_target import AnalyticTarget, does_not_start
 
-from tuner.command import report_facts
+from tuner.facts import report_facts
 from tuner.interrupts import Interrupts
 from tuner.job import Job
 from tuner.observer import Observer
@@ -32,7 +32,7 @@ def study(tmp_path, **job):
     record = open_study(optuna.storages.InMemoryStorage(), "s", parse_slo(job.slo).objective)
     optimizer = Optimizer(job, Bench(target, Observer(), Interrupts(), tmp_path), record)
     outcome = optimizer.run()
-    return report_facts("my-study", optimizer, outcome, target, tmp_path)
+    return report_facts("my-study", optimizer, outcome, target)
 
 
 @pytest.fixture(scope="module")
