@@ -132,7 +132,7 @@ class EngineCore:
     """Requests in, steps out. Not thread-safe: one loop owns it.
 
     ``runner=None`` loads ``config.model``; ``clock`` is the one that stamps ``Request.arrival_time``;
-    ``compiler`` makes grammars, the model's own by default.
+    ``compiler`` makes grammars, the model's own by default; ``schedulers`` makes the scheduler.
     Raises ConfigError when a flag breaks a rule, or the memory plan does not hold one full-length request.
     """
 
@@ -142,6 +142,7 @@ class EngineCore:
         runner: Runner | None = None,
         clock: Callable[[], float] = time.monotonic,
         compiler: Compiler | None = None,
+        schedulers: Callable[[EngineConfig, int, int], Scheduler] = make_scheduler,
     ) -> None:
         config.validate()
         if runner is None:
@@ -162,7 +163,7 @@ class EngineCore:
         num_host_blocks = self._num_host_blocks()
         if num_host_blocks:
             runner.allocate_host(num_host_blocks)
-        self.scheduler = make_scheduler(self.config, self.memory_plan.num_blocks, num_host_blocks)
+        self.scheduler = schedulers(self.config, self.memory_plan.num_blocks, num_host_blocks)
         self.grammars = Grammars(compiler or LLGuidance(self.config))
         self.clock = clock
         self.metrics = StepObserver(self.scheduler, clock)

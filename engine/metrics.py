@@ -45,6 +45,9 @@ _Family = TypeVar("_Family", bound=MetricWrapperBase)
 
 
 class _Histogram(Histogram):
+    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
+        self.observe_times(amount, 1)
+
     def observe_times(self, amount: float, count: int) -> None:
         """Observe ``amount`` so many times."""
         self._sum.inc(amount * count)
@@ -97,8 +100,9 @@ class PrometheusMetrics:
         self._waiting_capacity.set(stats.num_waiting - stats.num_deferred)
         self._waiting_deferred.set(stats.num_deferred)
         self._kv_usage.set(stats.kv_usage)
-        self._prefix_queries.inc(stats.prefix_queries)
-        self._prefix_hits.inc(stats.prefix_hits)
+        if stats.prefix_queries:
+            self._prefix_queries.inc(stats.prefix_queries)
+            self._prefix_hits.inc(stats.prefix_hits)
         if self._external is not None:
             queries, hits = self._external
             queries.inc(stats.external_queries)
@@ -115,6 +119,15 @@ class PrometheusMetrics:
             for counter, accepted in zip(self._spec_positions, stats.accepted_per_position, strict=False):
                 counter.inc(accepted)
 
+    def record_decodes(self, count: int, latencies: Sequence[float], kv_usage: float) -> None:
+        """Add steps in each of which ``count`` requests put out a token, that long after the one before, and
+        which change nothing else."""
+        self._kv_usage.set(kv_usage)
+        self._generation_tokens.inc(count * len(latencies))
+        self._iteration_tokens.observe_times(count, len(latencies))
+        for latency in latencies:
+            self._inter_token.observe_times(latency, count)
+
     def record_group(self, n: int, longest: int) -> None:
         """A prompt's ``n`` sequences are all finished; the longest generated ``longest`` tokens."""
         self._params_n.observe(n)
@@ -122,12 +135,13 @@ class PrometheusMetrics:
 
     def _record_iteration(self, stats: StepStats) -> None:
         computed = stats.prompt_tokens - stats.prompt_tokens_cached
-        self._prompt_tokens.inc(stats.prompt_tokens)
-        self._prompt_sources["local_compute"].inc(computed)
-        local = stats.prompt_tokens_cached - stats.prompt_tokens_external
-        self._prompt_sources["local_cache_hit"].inc(local)
-        self._prompt_sources["external_kv_transfer"].inc(stats.prompt_tokens_external)
-        self._prompt_cached.inc(stats.prompt_tokens_cached)
+        if stats.prompt_tokens:
+            self._prompt_tokens.inc(stats.prompt_tokens)
+            self._prompt_sources["local_compute"].inc(computed)
+            local = stats.prompt_tokens_cached - stats.prompt_tokens_external
+            self._prompt_sources["local_cache_hit"].inc(local)
+            self._prompt_sources["external_kv_transfer"].inc(stats.prompt_tokens_external)
+            self._prompt_cached.inc(stats.prompt_tokens_cached)
         self._generation_tokens.inc(stats.generation_tokens)
         self._iteration_tokens.observe(computed + stats.generation_tokens)
         for latency in stats.first_token_latencies:

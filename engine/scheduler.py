@@ -20,8 +20,10 @@ from engine.roster import Roster
 from engine.settle import settle
 from engine.steady import append_tokens, drop_ended, land_tokens, plan_decodes, plan_decodes_ahead
 from engine.step import (
+    AT_REST,
     PLACEHOLDER_TOKEN_ID,
     AdmissionStop,
+    Cruise,
     OneEach,
     Outputs,
     RequestOutput,
@@ -34,7 +36,7 @@ from engine.waiting import GateError, make_queue
 
 
 @dataclass(slots=True)
-class _Step:
+class Planning:
     """The plan while it is made."""
 
     budget: StepBudget
@@ -43,6 +45,7 @@ class _Step:
     partial: PartialPrefills
     """Set once the running requests have their share."""
     scheduled: Rows = field(default_factory=Rows)
+    cruise: Cruise = AT_REST
     admitted: dict[str, int] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
     failed: list[Request] = field(default_factory=list)
@@ -124,7 +127,7 @@ class UnifiedScheduler(Roster):
         """Decide the next step. ``num_computed_tokens`` moves on at once, before the step has run."""
         self.loading.reap()
         alive = len(self.running) + len(self.waiting)
-        step = _Step(
+        step = Planning(
             budget=StepBudget.of(self.config),
             threshold=self.config.prefill_threshold if alive > 1 else 0,
             partial=PartialPrefills(),
@@ -139,6 +142,7 @@ class UnifiedScheduler(Roster):
         plan = StepPlan(
             step=self._num_steps,
             scheduled=step.scheduled,
+            cruise=step.cruise,
             token_budget=self.config.step_tokens,
             admitted_with_computed=step.admitted,
             preempted=tuple([request.request_id for request in step.preempted]),
@@ -153,7 +157,7 @@ class UnifiedScheduler(Roster):
         self._num_steps += 1
         return plan
 
-    def _schedule_running(self, step: _Step) -> None:
+    def _schedule_running(self, step: Planning) -> None:
         """Serve the running requests in order while budget remains, preempting for blocks."""
         index = 0
         if self.steady_path:
@@ -171,7 +175,7 @@ class UnifiedScheduler(Roster):
                 index += 1
         step.any_running = bool(step.scheduled)
 
-    def _plan_steady(self, step: _Step) -> int:
+    def _plan_steady(self, step: Planning) -> int:
         """The quick way for the head of ``running``. Returns how many it has dealt with."""
         if self.config.async_scheduling:
             step.scheduled, index = plan_decodes_ahead(self.running, step.budget.left, self.kv)
@@ -181,7 +185,7 @@ class UnifiedScheduler(Roster):
         step.budget.take(len(step.scheduled), len(step.scheduled))
         return index
 
-    def _tokens_for_running(self, request: Request, step: _Step) -> int:
+    def _tokens_for_running(self, request: Request, step: Planning) -> int:
         computed, unknown = request.num_computed_tokens, request.num_placeholders
         if unknown and computed + 2 - unknown >= request.num_prompt_tokens + request.sampling.max_tokens:
             return 0  # what is in flight brings its last token, whatever becomes of the drafts
@@ -190,7 +194,7 @@ class UnifiedScheduler(Roster):
             lacks = step.threshold
         return min(lacks, step.budget.left, self.max_model_len - computed - 1)
 
-    def _make_room(self, request: Request, index: int, num_tokens: int, step: _Step) -> int:
+    def _make_room(self, request: Request, index: int, num_tokens: int, step: Planning) -> int:
         """Blocks for ``num_tokens`` more of the request at ``index``, whoever it costs.
 
         Returns the index from which the loop goes on, as victims may have stood before it. The request
@@ -223,7 +227,7 @@ class UnifiedScheduler(Roster):
         keys = [(request.priority, request.arrival_time) for request in self.running]
         return keys.index(max(keys))
 
-    def _preempt(self, index: int, step: _Step) -> None:
+    def _preempt(self, index: int, step: Planning) -> None:
         """Back to waiting, to be computed anew; what this step had given it goes back as well."""
         request = self.running.pop(index)
         if taken := step.scheduled.remove(request):
@@ -241,7 +245,7 @@ class UnifiedScheduler(Roster):
         self.waiting.put_back(request)
         step.preempted.append(request)
 
-    def _schedule_waiting(self, step: _Step) -> AdmissionStop | None:
+    def _schedule_waiting(self, step: Planning) -> AdmissionStop | None:
         """Admit from the head of the queue until something stops it; nobody overtakes the head, unless it
         is set aside."""
         step.partial = PartialPrefills.of(self.config, step.scheduled)
@@ -299,7 +303,7 @@ class UnifiedScheduler(Roster):
         # EAGLE needs the target's hidden states of what comes before its token
         return hits[:-1] if self._drops_last_hit else hits
 
-    def _is_open(self, request: Request, step: _Step) -> bool:
+    def _is_open(self, request: Request, step: Planning) -> bool:
         """Whether nothing but its turn keeps the head of the queue waiting; else it is out of the queue."""
         if request.gate is None:
             return True
@@ -314,12 +318,12 @@ class UnifiedScheduler(Roster):
             self._finish(request, RequestStatus.FINISHED_ERROR)
         return False
 
-    def _set_aside(self, reason: AdmissionStop, step: _Step) -> None:
+    def _set_aside(self, reason: AdmissionStop, step: Planning) -> None:
         """Pass over the head of the queue in this step."""
         step.aside.append(self.waiting.pop())
         step.aside_for = step.aside_for or reason
 
-    def _pads(self, request: Request, computed: int, step: _Step) -> bool:
+    def _pads(self, request: Request, computed: int, step: Planning) -> bool:
         """Whether a request that lacks one token is admitted with placeholder drafts beside it.
 
         A step of nothing but (1 token + k drafts) per request has one shape, which a GPU replays from a
@@ -335,7 +339,7 @@ class UnifiedScheduler(Roster):
             and computed + width + 1 <= self.max_model_len
         )
 
-    def _admit(self, step: _Step) -> None:
+    def _admit(self, step: Planning) -> None:
         """Move the head of the queue, which has its blocks, to the tail of ``running``."""
         request = self.waiting.pop()
         self.loading.admitted(request)
@@ -355,7 +359,7 @@ class UnifiedScheduler(Roster):
             self.stats.external_queries += request.num_tokens - local
             self.stats.external_hits += cached - local
 
-    def _take(self, request: Request, num_tokens: int, drafts: list[int], step: _Step) -> None:
+    def _take(self, request: Request, num_tokens: int, drafts: list[int], step: Planning) -> None:
         """Put the request's next ``num_tokens`` into the plan. Drafts beyond them are discarded."""
         start = request.num_computed_tokens
         beyond_own = start + num_tokens - request.num_tokens - request.num_placeholders

@@ -154,6 +154,11 @@ class SimulatedRunner:
         self.clock.now += self.times.host_seconds(load)
         return self._begin(plan, load).result()
 
+    def decode(self, load: StepLoad) -> None:
+        """A step whose tokens nobody asks for."""
+        self.clock.now += self.times.host_seconds(load)
+        self.clock.advance_to(self._occupy(load))
+
     def start(self, plan: StepPlan) -> PendingStep:
         """A step whose planning began when the step before it was started. What of the host's time overlaps
         with that one has passed since, or is waited for; the rest is spent now."""
@@ -167,10 +172,14 @@ class SimulatedRunner:
     def _begin(self, plan: StepPlan, load: StepLoad) -> PendingStep:
         for transfer in plan.transfers.loads if plan.transfers is not None else ():
             transfer.finish()
+        return PendingStep(self._emit(plan), self._occupy(load), self.clock)
+
+    def _occupy(self, load: StepLoad) -> float:
+        """The device begins a step now. Returns when it ends."""
         seconds = self.times.device_seconds(load)
         self.device_seconds += seconds
         self._started_at = self.clock.now
-        return PendingStep(self._emit(plan), self.clock.now + seconds, self.clock)
+        return self.clock.now + seconds
 
     def _emit(self, plan: StepPlan) -> StepResult:
         rows = plan.rows

@@ -118,6 +118,8 @@ class StepObserver:
         self._timelines: dict[str, _Timeline] = {}
         self._last_token: dict[str, float] = {}
         """When each request put out its last token, beside the timelines to be updated in one go."""
+        self._ended = 0.0
+        """When the last step ended: then everybody who cruises put out a token."""
         self._seen = _counts(scheduler.stats)
         self._num_deferred = 0
 
@@ -133,12 +135,15 @@ class StepObserver:
             timeline = self._timelines.get(request_id)
             if timeline is not None and timeline.scheduled is None:
                 timeline.scheduled = started_at
-        outputs = Outputs.of(output.outputs)
+        outputs, cruise = Outputs.of(output.outputs), plan.cruise
         request_ids = outputs.with_tokens()
+        self._last_token.update(dict.fromkeys(cruise.left, self._ended))
         # One pass in C over the requests of a step: most put their last token out at the same moment.
-        before = Counter(map(self._last_token.get, request_ids))
+        before: Counter[float | None] = Counter({self._ended: cruise.count} if cruise.count else ())
+        before.update(map(self._last_token.get, request_ids))
         begun = self._begin(request_ids, now) if before.pop(None, 0) else []
         self._last_token.update(dict.fromkeys(request_ids, now))
+        self._ended = now
         finished = tuple(
             self._finish(request.request_id, request.status, now)
             for request in output.finished
@@ -148,8 +153,8 @@ class StepObserver:
             prompt_tokens=sum(request.num_prompt_tokens for request in begun),
             prompt_tokens_cached=sum(request.num_cached_tokens for request in begun),
             prompt_tokens_external=sum(request.num_external_tokens for request in begun),
-            generation_tokens=outputs.num_tokens,
-            had_output=bool(outputs),
+            generation_tokens=outputs.num_tokens + cruise.count,
+            had_output=bool(outputs) or cruise.count > 0,
             first_token_latencies=tuple(now - request.arrival_time for request in begun),
             inter_token_latencies=tuple(
                 (now - last, count) for last, count in before.items() if last is not None
@@ -160,6 +165,11 @@ class StepObserver:
             num_accepted_tokens=output.num_accepted_tokens,
             accepted_per_position=output.accepted_per_position,
         )
+
+    def cruised(self) -> float:
+        """A step has ended in which everybody merely cruised. Returns the latency of all its tokens."""
+        before, self._ended = self._ended, self._clock()
+        return self._ended - before
 
     def finished_outside(self, requests: Sequence[Request], status: RequestStatus) -> StepStats:
         """Requests left before the engine was done: at a stop string, or because the client hung up.

@@ -126,6 +126,20 @@ class Rows(Sequence[ScheduledRequest]):
 
 
 @dataclass(frozen=True, slots=True)
+class Cruise:
+    """Requests that decode one token each and have no row in the plan (see :mod:`engine.cruise`)."""
+
+    count: int = 0
+    context: int = 0
+    """Tokens that are computed of all of them together, before the step."""
+    left: tuple[str, ...] = ()
+    """Who has cruised up to the step before and does no more."""
+
+
+AT_REST = Cruise()
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What the scheduler decided. ``scheduled`` is in order: running requests first, then the admitted."""
 
@@ -134,6 +148,8 @@ class StepPlan:
     """A :class:`Rows` where a :class:`~engine.scheduler.UnifiedScheduler` made it."""
     token_budget: int
     """The budget the step began with, in tokens."""
+    cruise: Cruise = AT_REST
+    """Who decodes without a row; nobody, but in simulations."""
     admitted_with_computed: dict[str, int] = field(default_factory=dict)
     """Prefix-hit tokens of each request admitted or resumed in this step."""
     preempted: tuple[str, ...] = ()
@@ -158,7 +174,7 @@ class StepPlan:
 
     @property
     def num_scheduled_tokens(self) -> int:
-        return sum(self.rows.counts)
+        return sum(self.rows.counts) + self.cruise.count
 
     @property
     def rows(self) -> Rows:

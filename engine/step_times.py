@@ -38,13 +38,16 @@ class StepLoad:
     @classmethod
     def of(cls, plan: StepPlan) -> StepLoad:
         """O(requests). Each padding is a sequence that attends to itself."""
-        rows, padding = plan.rows, plan.padding
+        rows, padding, cruise = plan.rows, plan.padding, plan.cruise
         starts, counts = rows.starts, rows.counts
         tokens, sequences, context = sum(counts), len(counts), sum(starts)
         if tokens == sequences:  # every request decodes one token: the common step
             pairs = context + tokens
         else:
             pairs = sum(n * start + n * (n + 1) // 2 for start, n in zip(starts, counts, strict=True))
+        if cruise.count:
+            tokens, pairs = tokens + cruise.count, pairs + cruise.context + cruise.count
+            sequences, context = sequences + cruise.count, context + cruise.context
         if padding:
             tokens += sum(padding)
             pairs += sum(n * (n + 1) // 2 for n in padding)
@@ -56,6 +59,11 @@ class StepLoad:
             pairs=pairs,
             moved_blocks=len(plan.swap_out) + len(plan.swap_in),
         )
+
+    @classmethod
+    def of_decodes(cls, count: int, context: int) -> StepLoad:
+        """Of a step in which ``count`` requests with ``context`` computed tokens decode, and nothing else."""
+        return cls(count, count, count, context + count, context + count)
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,17 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from engine.config import GIB, ConfigError, EngineConfig, SpeculativeConfig
-from engine.core import EngineCore
+from engine.core import EngineCore, Scheduler, make_scheduler
+from engine.cruise import CruisingScheduler
 from engine.devices import Device, Sizes, kv_bytes_per_token, layer_parameters, roofline
 from engine.exposition import Exposition
 from engine.metrics import PrometheusMetrics
 from engine.model_config import ModelConfig
 from engine.request import RequestStatus
-from engine.simulate import ModelSize, SimulatedRunner, TimedRequest, VirtualClock
+from engine.simulate import TOKEN_ID, ModelSize, SimulatedRunner, TimedRequest, VirtualClock
 from engine.stats import FinishedStats
 from engine.step import Outputs
-from engine.step_times import StepTimes
+from engine.step_times import StepLoad, StepTimes
 
 RESERVED = GIB
 """Of a GPU's memory, for its context, communicators and captured graphs; an assumption."""
@@ -117,6 +118,17 @@ def on_times(
     return _checked(config, size, times, assumed, acceptance)
 
 
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a step put out: ``outputs``, and a token for each request that cruises."""
+
+    outputs: Outputs
+    joined: Sequence[str]
+    """Who cruises from the next step on: a token in each step, without an output, until it leaves."""
+    left: Sequence[str]
+    """Who does so no more from this step on."""
+
+
 class SimulatedServer:
     """The engine of a :class:`Simulation`, with the metrics of every second of its virtual time.
 
@@ -135,7 +147,11 @@ class SimulatedServer:
             acceptance=simulation.acceptance,
             seed=number,
         )
-        self.core = EngineCore(config, runner, self._clock)
+        self.core = EngineCore(config, runner, self._clock, schedulers=_make_scheduler)
+        self._runner = runner
+        self._cruising = self.core.scheduler if isinstance(self.core.scheduler, CruisingScheduler) else None
+        self._unchanged = False
+        """Nobody has come or gone since the last step."""
         plan = self.core.memory_plan
         self.max_model_len = plan.max_model_len
         self.scrapes: list[tuple[float, str]] = []
@@ -171,20 +187,50 @@ class SimulatedServer:
         if not self.busy:
             self._scrape_before(request.arrival)
             self._clock.advance_to(request.arrival)
+        self._unchanged = False
         self.core.add(request.make())
 
     def abort(self, request_id: str) -> None:
+        self._unchanged = False
         self.core.abort([request_id], RequestStatus.FINISHED_ABORTED)
         self._metrics.record(self.core.stats)
 
-    def step(self) -> Outputs:
+    def step(self) -> Delivery:
         """One step of the engine; what it put out is there at ``now``."""
-        _, output = self.core.step()
+        plan, output = self.core.step()
         self._scrape_before(self.now)
         self._metrics.record(self.core.stats)
         for finished in self.core.stats.finished:
             self.finished[finished.request_id] = finished
-        return Outputs.of(output.outputs)
+        self._unchanged = True
+        joined = self._cruising.cohort.joined if self._cruising else ()
+        return Delivery(Outputs.of(output.outputs), joined, plan.cruise.left)
+
+    def cruise(self, before: float) -> list[float]:
+        """Steps that begin before that moment, up to the first in which somebody does more than cruise.
+        Returns when each ended; none is as good as any."""
+        ends: list[float] = []
+        scheduler, runner, observer = self._cruising, self._runner, self.core.metrics
+        if scheduler is None or not self._unchanged:
+            return ends
+        latencies: list[float] = []
+        usage = scheduler.kv_usage
+
+        def record() -> None:
+            if latencies:
+                self._metrics.record_decodes(scheduler.num_running, latencies, usage)
+                latencies.clear()
+
+        while self.now < before and (cruise := scheduler.cruise()):
+            runner.decode(StepLoad.of_decodes(cruise.count, cruise.context))
+            if self.now > len(self.scrapes):
+                record()
+                self._scrape_before(self.now)
+            latencies.append(observer.cruised())
+            usage = scheduler.kv_usage
+            ends.append(self.now)
+        record()
+        return ends
 
     def idle_until(self, moment: float) -> None:
         """Nothing happens up to ``moment``, but for scrapes."""
@@ -198,6 +244,14 @@ class SimulatedServer:
     def _scrape_before(self, moment: float) -> None:
         while (due := float(len(self.scrapes))) < moment:
             self.scrapes.append((due, self.scrape()))
+
+
+def _make_scheduler(config: EngineConfig, num_blocks: int, num_host_blocks: int) -> Scheduler:
+    """One that lets requests cruise, where it can."""
+    plain = config.scheduler == "unified" and not num_host_blocks
+    if plain and not (config.num_speculative_tokens or config.async_scheduling):
+        return CruisingScheduler(config, num_blocks, token=TOKEN_ID)
+    return make_scheduler(config, num_blocks, num_host_blocks)
 
 
 def _without_idle(flags: Mapping[str, Any]) -> dict[str, Any]:

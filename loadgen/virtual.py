@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import platform
 import threading
 from collections import deque
@@ -47,10 +48,18 @@ ONE_TOKEN = Answer(1)
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What a step put out: one token a request, but for ``others`` (by row)."""
+    """What a step put out: one token a request, but for ``others`` (by row); and one for each request that
+    streams, of which nothing more is said."""
 
     request_ids: Sequence[str]
     others: Mapping[int, Answer]
+    joined: Sequence[str] = ()
+    """Who streams from the next step on: a token in each, until it leaves."""
+    left: Sequence[str] = ()
+    """Who does so no more from this step on."""
+
+
+ONLY_STREAMS = Answers((), {})
 
 
 class VirtualServer(Protocol):
@@ -68,6 +77,10 @@ class VirtualServer(Protocol):
     def step(self) -> Answers:
         """Compute one step; its answers are there at ``now``."""
 
+    def stream(self, before: float) -> list[float]:
+        """Compute steps that begin before that moment, as long as there is nothing to say of them but that
+        those who stream got their tokens. Returns their ends; may be none."""
+
     def abort(self, request_id: str) -> None:
         """The client has hung up."""
 
@@ -84,12 +97,23 @@ class _Flight:
     server: int = -1
     sent: float | None = None
     ended: float | None = None
-    stamps: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
+    stamps: list[int] = field(default_factory=list)
+    """When its tokens came, in nanoseconds after the start; but for those since ``streams``."""
+    tokens: list[float] = field(default_factory=list)
+    streams: int | None = None
+    """It gets a token in each step of its server from this one on, by the server's log."""
     prompt_tokens: int | None = None
     failure: Failure | None = None
     detail: str = ""
     last: Answer | None = None
+
+    def land(self, log: Sequence[int]) -> None:
+        """It streams no more: these are the ends of its server's steps up to now."""
+        if self.streams is not None:
+            stamps = log[self.streams :]
+            self.stamps += stamps
+            self.tokens += [1.0] * len(stamps)
+            self.streams = None
 
 
 class VirtualClient:
@@ -114,6 +138,8 @@ class VirtualClient:
         self.start = max(server.now for server in servers)
         """On the servers' clock."""
         self.interrupted = self.exhausted = False
+        self._logs: list[list[int]] = [[] for _ in servers]
+        """When each server's steps ended, as far as their answers have come."""
         self._last_due = self.start
         self._firsts = deque(r for r in schedule.requests if r.follows is None)
         self._turns = {r.follows: r for r in schedule.requests if r.follows is not None}
@@ -166,15 +192,30 @@ class VirtualClient:
 
     def _advance(self) -> None:
         """The next event, or the next step of the server that is furthest behind."""
-        behind = min((s for s in self._servers if s.busy), key=lambda server: server.now, default=None)
-        if self._events and (behind is None or self._events[0][0] <= behind.now):
+        busy = sorted((s.now, number) for number, s in enumerate(self._servers) if s.busy)
+        if self._events and (not busy or self._events[0][0] <= busy[0][0]):
             _, _, event = heapq.heappop(self._events)
             event()
             return
-        assert behind is not None, "requests in flight are with a server, or will time out"
-        answers = behind.step()
-        moment = behind.now
-        self._at(moment, lambda: self._receive(answers, moment))
+        assert busy, "requests in flight are with a server, or will time out"
+        _, number = busy[0]
+        server = self._servers[number]
+        *ends, moment = server.stream(self._horizon(busy)) or (None,)
+        self._logs[number] += map(self._nanoseconds, ends)
+        answers = ONLY_STREAMS
+        if moment is None:
+            answers = server.step()
+            moment = server.now
+        self._at(moment, partial(self._receive, number, answers, moment))
+
+    def _horizon(self, busy: Sequence[tuple[float, int]]) -> float:
+        """When something happens that is not the first server's doing, at the earliest."""
+        event = self._events[0][0] if self._events else math.inf
+        return min(event, busy[1][0]) if len(busy) > 1 else event
+
+    def _nanoseconds(self, moment: float) -> int:
+        """After the start."""
+        return round((moment - self.start) * 1e9)
 
     def _at(self, moment: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (moment, next(self._order), event))
@@ -224,8 +265,13 @@ class VirtualClient:
 
     # What comes back.
 
-    def _receive(self, answers: Answers, now: float) -> None:
-        flying, others = self._flying, answers.others
+    def _receive(self, number: int, answers: Answers, moment: float) -> None:
+        flying, others, log = self._flying, answers.others, self._logs[number]
+        now = self._nanoseconds(moment)
+        for request_id in answers.left:
+            if flight := flying.get(request_id):
+                flight.land(log)
+        log.append(now)
         for row, request_id in enumerate(answers.request_ids):
             flight = flying.get(request_id)
             if flight is None:  # the client has hung up
@@ -233,13 +279,17 @@ class VirtualClient:
             answer = others.get(row, ONE_TOKEN) if others else ONE_TOKEN
             if answer.tokens:
                 flight.stamps.append(now)
-                flight.tokens.append(answer.tokens)
+                flight.tokens.append(float(answer.tokens))
             if answer.finish_reason is not None:
                 flight.last = answer
-                self._finish(flight, now)
+                self._finish(flight, moment)
+        for request_id in answers.joined:
+            if flight := flying.get(request_id):
+                flight.streams = len(log)
 
     def _finish(self, flight: _Flight, now: float, failure: Failure | None = None, detail: str = "") -> None:
         flight.ended, flight.failure, flight.detail = now, failure, detail
+        flight.land(self._logs[flight.server])
         del self._flying[flight.request_id]
         self._route.ended(flight.planned, flight.server)
         self._done.append(flight)
@@ -290,6 +340,7 @@ class VirtualClient:
     def _expire(self, flight: _Flight, now: float) -> None:
         if flight.ended is None:
             self._servers[flight.server].abort(flight.request_id)
+            flight.land(self._logs[flight.server])
             failure = Failure.STALLED if flight.stamps else Failure.NO_ANSWER
             self._finish(flight, now, failure, "no complete answer within the time allowed")
 
@@ -397,14 +448,14 @@ def _record(flight: _Flight, start: float) -> RequestRecord:
         intended=ns(flight.intended),
         sent=None if flight.sent is None else ns(flight.sent),
         end=ns(flight.ended),
-        chunk_at=tuple(map(ns, flight.stamps)),
-        chunk_tokens=tuple(map(float, flight.tokens)),
+        chunk_at=tuple(flight.stamps),
+        chunk_tokens=tuple(flight.tokens),
         failure=flight.failure,
         detail=flight.detail,
         status=None if flight.sent is None else 400 if flight.failure is Failure.HTTP_ERROR else 200,
         finish_reason=last.finish_reason if last else None,
         prompt_tokens=flight.prompt_tokens,
-        completion_tokens=sum(flight.tokens) if last else None,
+        completion_tokens=round(sum(flight.tokens)) if last else None,
         cached_tokens=last.cached_tokens if last else None,
         planned_prompt=flight.prompt_tokens,
         max_tokens=flight.planned.max_tokens,

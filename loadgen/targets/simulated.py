@@ -309,8 +309,8 @@ class _Door:
     def step(self) -> Answers:
         from loadgen.virtual import Answer, Answers
 
-        outputs = self.server.step()
-        others = {}
+        delivery = self.server.step()
+        outputs, others = delivery.outputs, {}
         for row, output in outputs.others.items():
             ended = self.server.finished.pop(output.request_id, None)
             others[row] = Answer(
@@ -320,7 +320,10 @@ class _Door:
                 ended.queue if ended else None,
                 ended.prefill if ended else None,
             )
-        return Answers(outputs.request_ids, others)
+        return Answers(outputs.request_ids, others, delivery.joined, delivery.left)
+
+    def stream(self, before: float) -> list[float]:
+        return self.server.cruise(before)
 
     def abort(self, request_id: str) -> None:
         self.server.abort(request_id)

@@ -14,7 +14,9 @@ import llama_8b
 import pytest
 from typer.testing import CliRunner
 
+import engine.virtual
 import vtune_cli
+from engine.core import make_scheduler
 from loadgen.arrivals import ClosedLoop, Poisson
 from loadgen.record import Records
 from loadgen.target import StartFailed
@@ -83,6 +85,33 @@ def test_a_prompt_that_is_too_long_fails_and_says_why(model: str) -> None:
     failed = [r for r in records.requests if not r.ok]
     assert failed
     assert all("context is 300 tokens" in r.detail for r in failed)
+
+
+LOADS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {
+    "open": ({}, {"arrival": Poisson(30)}, {}, 1),
+    "closed": ({"max_num_seqs": 12}, {"arrival": ClosedLoop(16)}, {}, 1),
+    "hang-ups": ({"max_num_seqs": 8}, {"arrival": Poisson(60)}, {"timeout": 1.5}, 1),
+    "cut off": ({"max_num_seqs": 8}, {"arrival": Poisson(60)}, {"drain": 0.5}, 1),
+    "fleet": ({"max_num_seqs": 8}, {"arrival": Poisson(60)}, {}, 3),
+    "preemptions": ({"num_gpu_blocks_override": 520, "max_model_len": 8000}, {"arrival": Poisson(90)}, {}, 1),
+}
+
+
+@pytest.mark.parametrize("case", LOADS.values(), ids=LOADS)
+def test_steps_taken_together_leave_the_records_of_single_ones(
+    case: tuple[Any, ...], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, arrival, options, replicas = case
+    schedule = preset("chat", max_model_len=8192).schedule(seed=3, num_requests=60, **arrival)
+
+    def measured() -> tuple[Any, ...]:
+        fleet = SimulatedTarget("simulated:h100", model, replicas=replicas)
+        with fleet.open(flags) as server:
+            return server.run(schedule, **options), server.parts, server.scrape()
+
+    together = measured()
+    monkeypatch.setattr(engine.virtual, "_make_scheduler", make_scheduler)
+    assert together == measured()
 
 
 @pytest.mark.parametrize(

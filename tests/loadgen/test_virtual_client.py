@@ -56,6 +56,9 @@ class StepServer:
                 others[row] = Answer(1, "length", cached_tokens=0, queue=0.0, prefill=STEP)
         return Answers(ids, others)
 
+    def stream(self, before: float) -> list[float]:
+        return []
+
     def abort(self, request_id: str) -> None:
         self.left.pop(request_id, None)
 
