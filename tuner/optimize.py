@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 import optuna
 
 from loadgen.compare import compare
-from loadgen.target import OpenTarget, TargetFailed
+from loadgen.target import OpenTarget, Target, TargetFailed
 from loadgen.traces import Trace
 from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload
 from loadgen.workload_file import workload_of
@@ -23,12 +23,14 @@ from tuner.load import Load, Traffic, span
 from tuner.measure import goodput_bounds
 from tuner.options import Replay
 from tuner.outcome import Outcome, better, broken, describe_trial, refuted, unconfirmed, without_confirmation
+from tuner.prior import SimulatedPrior
 from tuner.replay import ReplayLoad, read_replay
 from tuner.result import TrialResult
 from tuner.slo import Slo, parse_slo
 from tuner.space import Config, build_space, effective
 from tuner.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
 from tuner.strategies import make_strategy
+from tuner.strategy_model import ModelStrategy
 from tuner.study import BASELINE, SLACK, Proposal, Study, describe_changes
 from tuner.survey import OFFERED_SHARE, Survey, find_capacity, fitting_scale, prefill_speed
 from tuner.trial import Attempt, Bench, Criteria, ServerFailed, SetupFailed
@@ -53,6 +55,8 @@ class Optimizer:
     bench: Bench
     record: optuna.Study
     crew: Crew = field(default_factory=Crew)
+    simulator: Callable[[], Target | None] = lambda: None
+    """Makes what the prior simulates configs on, once no server runs; None: nothing to simulate with."""
     study: Study = field(init=False)
     survey: Survey = field(init=False)
     plan: Plan | None = field(init=False, default=None)
@@ -77,6 +81,7 @@ class Optimizer:
             self.observer.phase("baseline")
             with self.crew.sole("baseline", self._baseline_told):
                 self._baseline()
+            self._ask_prior()
             self._make_plan()
             self.observer.phase("search")
             ended = self._search()
@@ -153,8 +158,9 @@ class Optimizer:
         baseline = effective(self.job.flags, self.job.server)
         space = build_space(baseline, survey.max_model_len, fix=self.job.fix, vary=self.job.vary)
         seed = self.job.seed + self.crew.seed_offset  # or two workers would propose the same
-        strategy = make_strategy(self.job.strategy, seed)
-        self.study = Study(self.record, space, self.slo.objective, seed, strategy)
+        self.study = Study(
+            self.record, space, self.slo.objective, seed, make_strategy(self.job.strategy, seed)
+        )
         if self._trace is not None:
             self.observer.note(f"load: {self.load.description}")
 
@@ -246,13 +252,27 @@ class Optimizer:
             )
         return self._replayed
 
+    def _ask_prior(self) -> None:
+        """Give the search a simulation to begin with. What that takes is spent from the budget."""
+        strategy = self.study.strategy
+        if not isinstance(strategy, ModelStrategy) or not self._loaded:
+            return
+        self.observer.step("simulating configs")
+        if (simulator := self.simulator()) is not None:
+            strategy.prior = SimulatedPrior(simulator, self.load, self.slo, self.flags)
+            self.observer.note(f"prior: {strategy.prior.source}")
+
+    @property
+    def _loaded(self) -> bool:
+        """Whether it is known which load to offer: not before some server came up, unless the job says."""
+        return self._trace is not None or (self.survey.rate or self.survey.concurrency) is not None
+
     def _make_plan(self) -> None:
         """Needs the baseline's costs; one that failed is taken to cost what a run takes."""
         baseline = self.study.baseline
         assert baseline is not None, "the baseline is told before the plan is made"
         start, total = baseline.seconds["start"], baseline.seconds["total"]
-        known = self.survey.rate is not None or self.survey.concurrency is not None
-        seconds = self.load.run_seconds if known else self.job.run_seconds
+        seconds = self.load.run_seconds if self._loaded else self.job.run_seconds
         run = max(
             seconds, seconds + (total - start - seconds) / 2
         )  # a trial has two loads, and so two drains
@@ -272,6 +292,7 @@ class Optimizer:
 
     def _search(self) -> str:
         """Trials until there is a reason to stop, which is returned."""
+        self.study.bounds = self._criteria().bounds
         with self.crew.turn(self.study):
             for flags, why in self._starting_points():
                 self.study.enqueue(flags, why)

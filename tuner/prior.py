@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from loadgen.target import Target, TargetFailed
-from tuner.load import Load, span
+from loadgen.targets.simulated import HERE, PREFIX, SimulatedTarget
+from tuner.load import Traffic, span
 from tuner.measure import Run, measure
 from tuner.slo import Slo
 from tuner.space import Config, config_key
@@ -25,6 +26,10 @@ class Prediction:
     config: Config
     values: Mapping[str, float] = field(default_factory=dict)
     failure: str = ""
+
+
+class PriorError(ValueError):
+    """``--prior`` names something that cannot be simulated."""
 
 
 class Prior(ABC):
@@ -52,7 +57,7 @@ class SimulatedPrior(Prior):
     """Runs every config in virtual time on ``target``, under the load of the trials."""
 
     def __init__(
-        self, target: Target, load: Load, slo: Slo, flags: Callable[[Config], Mapping[str, Any]]
+        self, target: Target, load: Traffic, slo: Slo, flags: Callable[[Config], Mapping[str, Any]]
     ) -> None:
         """``flags``: what a server of a config is started with."""
         super().__init__()
@@ -68,3 +73,42 @@ class SimulatedPrior(Prior):
             return Prediction(config, failure=f"{failure.reason}: {failure.detail}")
         readings = measure(runs, self._slo).readings
         return Prediction(config, {name: reading.value for name, reading in readings.items()})
+
+
+AUTO, NONE = "auto", "none"
+
+
+def make_simulator(
+    name: str, target: str, model: str, note: Callable[[str], None]
+) -> Callable[[], Target | None]:
+    """What makes the simulator that ``--prior`` names: AUTO, NONE, ``simulated:h100``, a file of step times.
+
+    AUTO is the bundled engine's own simulation for the bundled engine with its bundled model, and none for
+    other targets. Its step times may have to be measured first, so it is made when it is called, with no
+    server running; what is missing for it is noted, and there is no prior. Raises PriorError.
+    """
+    if name == AUTO:
+        own = target == model == HERE
+        return lambda: _own(model, note) if own else None
+    if name == NONE:
+        return lambda: None
+    if not name.startswith(PREFIX) and not name.endswith(".json"):
+        raise PriorError(
+            f"--prior {name}: unknown. Give {AUTO}, {NONE}, {PREFIX}h100 or another device (see vtune "
+            "simulate), or a JSON file of step times."
+        )
+    if name == PREFIX + HERE:
+        return lambda: _own(model, note)
+    try:
+        made = SimulatedTarget(PREFIX + name.removeprefix(PREFIX), model)
+    except ValueError as error:
+        raise PriorError(f"--prior {name}: {error}") from None
+    return lambda: made
+
+
+def _own(model: str, note: Callable[[str], None]) -> Target | None:
+    try:
+        return SimulatedTarget(PREFIX + HERE, model, calibrating=note)
+    except (ValueError, ImportError) as error:
+        note(f"no prior: {error}")
+        return None

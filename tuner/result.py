@@ -79,6 +79,8 @@ class TrialResult:
     preemptions: int | None = None
     records: tuple[str, ...] = ()
     """Files with every request of the trial, relative to the output directory."""
+    expected: Mapping[str, float] = field(default_factory=dict)
+    """What the search expected of it, by the figure's name."""
     findings: tuple[TrialFinding, ...] = ()
     """The doctor's, on the trial's scrapes; causes first."""
     unexamined: str = ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import optuna
 
@@ -29,6 +29,8 @@ class Suggestion:
 
     params: Mapping[str, Value]
     origin: str
+    expected: Mapping[str, float] = field(default_factory=dict)
+    """Figures of the SLO that the config is expected to measure, by name."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +133,10 @@ class StaircaseStrategy(Strategy):
         if here is None:
             return None
         params = space.params(here.config)
-        for axis in (a for name in self.ORDER for a in space.axes if a.name == name):
+        for axis in (a for name in self.ORDER for a in space.axes if a.name == name and a.ordered):
             for step in (self.STEP, -self.STEP):
                 improved = False
-                while (to := int(params[axis.name]) + step) in range(len(axis.values)):
+                while (to := _index(params[axis.name]) + step) in range(len(axis.values)):
                     ahead = {**params, axis.name: to}
                     config = space.config(ahead)
                     if space.refusals(config):
@@ -148,6 +150,11 @@ class StaircaseStrategy(Strategy):
                 if improved:
                     break
         return None
+
+
+def _index(param: Value) -> int:
+    assert isinstance(param, int), "the parameter of an ordered axis is the index of a rung"
+    return param
 
 
 def improves(new: TrialResult, old: TrialResult, objective: Objective) -> bool:

@@ -70,7 +70,7 @@ class ModelStrategy(Strategy):
                 break
             view = View(history, pool, view.points, self)
         chosen = int(np.argmax(view.scores))
-        return Suggestion(history.space.params(pool[chosen]), view.reason(chosen))
+        return Suggestion(history.space.params(pool[chosen]), view.reason(chosen), view.figures(chosen))
 
     def _pool(self, history: History) -> list[Config]:
         """Configs that may be launched, each once."""
@@ -148,9 +148,17 @@ class Figure:
     def name(self) -> str:
         return name_of(self.metric, self.cls)
 
+    @property
+    def counted(self) -> bool:
+        return self.metric in COUNTS
+
+    def value(self, scaled: float) -> float:
+        """The value that ``scaled`` stands for; not for counts."""
+        return self.limit * math.exp(self.sign * scaled)
+
     def scaled(self, value: float) -> float:
         """The logarithm of value / limit, so that 0 is the bound; for counts, 0.5 beyond and more."""
-        if self.metric in COUNTS:
+        if self.counted:
             excess = value - self.limit
             return -0.5 if excess <= 0 else 0.5 + math.log1p(excess) / 4
         if math.isnan(value):
@@ -166,6 +174,7 @@ class View:
     ) -> None:
         self.history, self.pool, self.points, self._strategy = history, pool, points, strategy
         self.told = [r for r in history.launched if r.measurement is not None]
+        self._models: dict[Figure, tuple[Array, Array]] = {}
 
     @cached_property
     def objective(self) -> Figure:
@@ -208,15 +217,23 @@ class View:
         improvement = deviation * (z * ndtr(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
         return np.log(np.maximum(improvement, 1e-300))
 
+    def figures(self, chosen: int) -> dict[str, float]:
+        """What this one is expected to measure, by the figure's name."""
+        bounded = [figure for figure in map(Figure.of_bound, self.history.bounds) if not figure.counted]
+        return {f.name: f.value(float(self._model(f)[0][chosen])) for f in (*bounded, self.objective)}
+
     def reason(self, chosen: int) -> str:
         """Why this one, for people."""
-        mean = self.expected[0][chosen]
-        value = math.exp(self.objective.sign * mean)
+        figure = format_value(self.objective.metric, self.objective.value(float(self.expected[0][chosen])))
         chance = math.exp(float(self.log_feasible[chosen]))
-        figure = format_value(self.objective.metric, value)
         return f"model: {self.objective.name} about {figure}, feasible with {chance:.0%}"
 
     def _model(self, figure: Figure) -> tuple[Array, Array]:
+        if figure not in self._models:
+            self._models[figure] = self._modelled(figure)
+        return self._models[figure]
+
+    def _modelled(self, figure: Figure) -> tuple[Array, Array]:
         rows = [(r, y, v) for r in self.told for y, v in [self._reading(r, figure)] if math.isfinite(y)]
         if not rows:
             return np.zeros(len(self.pool)), np.ones(len(self.pool))
@@ -224,7 +241,7 @@ class View:
         x = np.array([self._strategy.point(space, r.config) for r, _, _ in rows])
         y = np.array([y for _, y, _ in rows])
         variances = np.array([v for _, _, v in rows])
-        if figure is not self.objective:
+        if figure != self.objective:
             y = np.minimum(y, FAR)
         surface = self._surface(figure)
         if surface is None:

@@ -131,7 +131,8 @@ class Study:
                 suggestion = self.strategy.propose(self.history)
                 if suggestion is None:
                     return None
-                self._study.enqueue_trial(dict(suggestion.params), user_attrs={"origin": suggestion.origin})
+                attributes = {"origin": suggestion.origin, "expected": dict(suggestion.expected)}
+                self._study.enqueue_trial(dict(suggestion.params), user_attrs=attributes)
             proposal = self._ask()
             while proposal is None and self._queued():
                 proposal = self._ask()
@@ -148,6 +149,7 @@ class Study:
 
         False, and nothing is recorded, if other workers took this one for dead and gave the trial up.
         """
+        result = replace(result, expected=proposal.trial.user_attrs.get("expected", {}))
         try:
             proposal.trial.set_user_attr("result", result.to_json())
             if result.status == "interrupted":
