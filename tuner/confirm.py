@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +95,12 @@ def assess(
         [Run(getattr(pair, side), seconds[pair.seed]) for pair in comparison.pairs] for side in ("a", "b")
     ]
     a, b = (Pooled.of(runs, slo) for runs in sides)
+    judged = judge(a, b, slo, trial, baseline_feasible)
+    return replace(judged, together=comparison.together, notes=comparison.notes)
+
+
+def judge(a: Pooled, b: Pooled, slo: Slo, trial: int, baseline_feasible: bool) -> Confirmation:
+    """As :func:`assess`, of runs that are pooled already."""
     changes = {name: _change(name, a, b) for name in compared_metrics(slo)}
     problems = [_missed(bound, b.whole) for bound in slo.bounds]
     problems += [_worse(bound, changes[bound.metric]) for bound in slo.relative]
@@ -104,9 +110,9 @@ def assess(
         trial=trial,
         changes=tuple(changes.values()),
         problems=tuple(problem for problem in problems if problem),
-        pairs=len(comparison.pairs),
-        together=comparison.together,
-        notes=comparison.notes,
+        pairs=max(1, len(a.without)),
+        together=True,
+        notes=(),
         baseline=a.whole,
         candidate=b.whole,
     )
