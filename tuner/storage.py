@@ -29,6 +29,8 @@ _ANSWERS = {  # a host that is gone without a word is noticed within half a minu
     "tcp_user_timeout": 30_000,
 }
 IN_A_HURRY = 5.0
+_HIDDEN = "***"
+_FORMS = "Give e.g. sqlite:///studies.db, or postgresql+psycopg://USER@HOST/DATABASE for many machines."
 _JOB_SECONDS, _JOB_POLLS = 5.0, 25
 """How long the creator of a study may take to say what it is for."""
 _OPENINGS = 5
@@ -143,11 +145,19 @@ del _name
 
 
 def mask(url: str) -> str:
-    """``url`` without its password, to be shown."""
+    """``url`` without its passwords, to be shown."""
+    parsed = _parsed(url)
+    if parsed is None:
+        return re.sub(r"://.*@", "://***@", url) if "@" in url else url
+    secret = {name: _HIDDEN for name in parsed.query if "password" in name}
+    return parsed.update_query_dict(secret).render_as_string(hide_password=True)
+
+
+def _parsed(url: str) -> URL | None:
     try:
-        return make_url(url).render_as_string(hide_password=True)
-    except exc.ArgumentError:
-        return re.sub(r"://([^/@:]*):.*@", r"://\1:***@", url)
+        return make_url(url)
+    except (exc.ArgumentError, ValueError):
+        return None
 
 
 def open_storage(
@@ -157,17 +167,23 @@ def open_storage(
 
     With a ``heartbeat`` it is a SharedStorage, for many workers at once.
     """
+    parsed = _parsed(url)
+    if parsed is None:
+        raise StorageError(
+            f"--storage {mask(url)}: cannot be opened (it is no URL of a database; in a user's name and "
+            f"password write %40 for an @, %2F for a /, %3A for a :). {_FORMS}"
+        )
     for attempt in range(1, _OPENINGS + 1):
         try:
             if heartbeat is None:
                 return optuna.storages.RDBStorage(url)
-            return _open_shared(make_url(url), heartbeat, patience or Patience())
+            return _open_shared(parsed, heartbeat, patience or Patience())
         except Exception as error:  # SQLAlchemy, the driver or Alembic, each with errors of its own
             if attempt < _OPENINGS and _is_race(error):
                 time.sleep(0.2 * attempt)
                 continue
             raise StorageError(
-                f"--storage {mask(url)}: cannot be opened ({_cause(error, url)}). {_advice(error)}"
+                f"--storage {mask(url)}: cannot be opened ({_cause(error, parsed)}). {_advice(error, parsed)}"
             ) from None
     raise AssertionError("the last attempt returns or raises")
 
@@ -217,21 +233,22 @@ def _is_race(error: Exception) -> bool:
     )
 
 
-def _cause(error: Exception, url: str) -> str:
+def _cause(error: Exception, url: URL) -> str:
     """The first line that says something, without a password that a driver may quote."""
     source = error.__cause__ or error if isinstance(error, ImportError) else error
     text = next((line for line in str(source).splitlines() if line.strip()), type(error).__name__).strip()
-    try:
-        password = make_url(url).password
-    except exc.ArgumentError:
-        password = None
-    return (text.replace(str(password), "***") if password else text).replace(url, mask(url))
+    queried = [value for name, value in url.query.items() if "password" in name and isinstance(value, str)]
+    for secret in filter(None, [url.password, *queried]):
+        text = text.replace(secret, _HIDDEN)
+    return text
 
 
-def _advice(error: Exception) -> str:
+def _advice(error: Exception, url: URL) -> str:
     if isinstance(error, ImportError):
-        return "Install its driver; PostgreSQL's comes with: pip install 'vtune-llm[postgres]'."
-    return "Give e.g. sqlite:///studies.db, or postgresql+psycopg://USER@HOST/DATABASE for many machines."
+        return "Install its driver; PostgreSQL's, psycopg, comes with: pip install 'vtune-llm[postgres]'."
+    if url.get_backend_name() != "sqlite" and isinstance(error, exc.OperationalError):
+        return "Check the address, the user and the database."
+    return _FORMS
 
 
 def create_study(
