@@ -1,7 +1,7 @@
 """Experiments: how a playbook's symptom is brought about, and what stands for its cure.
 
 ``reproduce:`` in a playbook's front matter is one experiment, a list of them (a page has several cures), or
-``none, because …`` where nothing can be shown. An experiment says where it runs (``on``: the bundled engine,
+``none, because …`` where nothing can be shown. An experiment says where it runs (``target``: the bundled engine,
 or a device that is simulated), with which flags and under which load; the cure is what the doctor then
 prescribes. Advice in words cannot be typed, so ``instead`` says what stands for it: other flags, another
 load, more replicas.
@@ -80,7 +80,7 @@ class Experiment:
     """What the cure changes beside, or in place of, the flags that the doctor prescribes."""
     remedy: int | None
     """Which of the playbook's cures is tried; None: the first that the doctor prescribes."""
-    on: str
+    target: str
     model: str
     seconds: float
     slo: str | None
@@ -98,7 +98,7 @@ class Experiment:
 
     @property
     def simulated(self) -> bool:
-        return self.on.startswith(SIMULATED)
+        return self.target.startswith(SIMULATED)
 
     def cured(self, changes: Mapping[str, Any]) -> Side:
         """The sick side with the prescribed flags, and with what stands for advice."""
@@ -145,7 +145,7 @@ def _experiment(given: Mapping[str, Any]) -> Experiment:
         sick=sick,
         instead=instead,
         remedy=rest.get("remedy"),
-        on=rest.get("on", BUNDLED),
+        target=rest.get("target", BUNDLED),
         model=rest.get("model", BUNDLED),
         seconds=rest.get("seconds", 12.0),
         slo=rest.get("slo"),
@@ -158,7 +158,7 @@ def _experiment(given: Mapping[str, Any]) -> Experiment:
     )
     sides = [sick, experiment.cured({})]
     if not experiment.simulated and any(side.replicas > 1 or side.model for side in sides):
-        raise ExperimentError("replicas, model: of a simulated device only; write on: simulated:h100")
+        raise ExperimentError("replicas, model: of a simulated device only; write target: simulated:h100")
     return experiment
 
 
@@ -286,7 +286,7 @@ _SIDE: Mapping[str, Callable[[str, Any], Any]] = {
     "model": _text,
 }
 _OWN: Mapping[str, Callable[[str, Any], Any]] = {
-    "on": _where,
+    "target": _where,
     "model": _text,
     "seconds": _number(1),
     "slo": _text,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -104,13 +105,20 @@ class _Open(OpenTarget):
 
 
 def fleet_scrapes(parts: Sequence[Records]) -> tuple[tuple[int, str], ...]:
-    """The replicas' scrapes as one page a second, told apart by an ``instance`` label."""
-    pages: dict[int, list[str]] = {}
-    for number, part in enumerate(parts):
-        for at, text in part.scrapes:
-            pages.setdefault(at // 1000, []).append(_labelled(text, f"replica-{number}"))
-    whole = [(second * 1000, "".join(texts)) for second, texts in sorted(pages.items())]
-    return tuple(page for page, texts in zip(whole, pages.values(), strict=True) if len(texts) == len(parts))
+    """The replicas' scrapes as one page a second, told apart by an ``instance`` label.
+
+    A replica without work has stopped its clock; its page stays what it was.
+    """
+    moments = sorted({at for part in parts for at, _ in part.scrapes})
+    pages = [deque(part.scrapes) for part in parts]
+    merged = []
+    for moment in moments:
+        for page in pages:
+            while len(page) > 1 and page[1][0] <= moment:
+                page.popleft()
+        texts = (_labelled(page[0][1], f"replica-{number}") for number, page in enumerate(pages))
+        merged.append((moment, "".join(texts)))
+    return tuple(merged)
 
 
 def _labelled(text: str, instance: str) -> str:
@@ -131,8 +139,8 @@ def model_file(name: str) -> str:
 
 def stage_of(experiment: Experiment, target: str | None, model: str | None, log_dir: Path | None) -> Stage:
     """``target`` and ``model`` replace those of the page. Raises ExperimentError."""
-    where = target or experiment.on
-    named = model or (experiment.model if where == experiment.on or experiment.simulated else BUNDLED)
+    where = target or experiment.target
+    named = model or (experiment.model if where == experiment.target or experiment.simulated else BUNDLED)
     return Stage(where, named, acceptance=experiment.acceptance, log_dir=log_dir)
 
 

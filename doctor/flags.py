@@ -38,6 +38,7 @@ _BUNDLED = frozenset(
         "enable_chunked_prefill",
         "num_gpu_blocks_override",
         "max_model_len",
+        "kv_cache_dtype",
     }
 )
 _SGLANG = {
