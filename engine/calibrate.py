@@ -10,52 +10,12 @@ from dataclasses import dataclass, replace
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
 from engine.request import Request, SamplingParams
-from engine.step import StepPlan, StepResult
-from engine.step_times import StepLoad, StepSample, StepTimes, fit_step_times
+from engine.step import StepPlan
+from engine.step_log import RecordingRunner
+from engine.step_times import StepSample, StepTimes, fit_step_times
 
 TOKEN_IDS = range(100, 1100)
 """What prompts are made of: ids that every vocabulary of a real model has."""
-
-
-class RecordingRunner:
-    """Another runner, and a note of how long each step took: ``samples``.
-
-    The host's time is what passes between two steps, so the loop around it must not idle; call ``pause``
-    where it does.
-    """
-
-    def __init__(self, runner: Runner, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.samples: list[StepSample] = []
-        self.weights_bytes, self.kv_bytes_per_token = runner.weights_bytes, runner.kv_bytes_per_token
-        self._runner, self._clock = runner, clock
-        self._ended: float | None = None
-
-    @property
-    def max_model_len(self) -> int:
-        return self._runner.max_model_len
-
-    def profile_activation(self) -> int:
-        return self._runner.profile_activation()
-
-    def allocate(self, num_blocks: int) -> None:
-        self._runner.allocate(num_blocks)
-
-    def allocate_host(self, num_blocks: int) -> None:
-        self._runner.allocate_host(num_blocks)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        began = self._clock()
-        result = self._runner.execute(plan)
-        ended = self._clock()
-        if plan.scheduled:
-            host = None if self._ended is None else began - self._ended
-            self.samples.append(StepSample(StepLoad.of(plan), ended - began, host))
-        self._ended = self._clock()
-        return result
-
-    def pause(self) -> None:
-        """What passes before the next step is no work."""
-        self._ended = None
 
 
 @dataclass(frozen=True)

@@ -173,8 +173,10 @@ def _stop(signum: int, frame: object) -> NoReturn:
 
 def _serve(config: EngineConfig, inbox: queue.SimpleQueue[Any], channel: socket.socket) -> None:
     from engine.core import EngineCore  # torch; after the reader runs, so that a Ctrl-C during it is seen
+    from engine.step_log import StepLog
 
     core = EngineCore(config)
+    steps = StepLog(core, os.environ["VTUNE_STEP_LOG"]) if os.environ.get("VTUNE_STEP_LOG") else None
     plan = core.memory_plan
     for line in plan.describe().splitlines():
         logger.info(line)
@@ -187,6 +189,8 @@ def _serve(config: EngineConfig, inbox: queue.SimpleQueue[Any], channel: socket.
     gc.collect()
     gc.freeze()  # weights and modules live for ever: not to be looked at by every collection
     while True:
+        if steps is not None and not core.has_unfinished:
+            steps.pause()
         for message in _drain(inbox, wait=not core.has_unfinished):
             if isinstance(message, Submit):
                 _add(core, message.requests, channel)

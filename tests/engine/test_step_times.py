@@ -8,13 +8,14 @@ from dataclasses import replace
 import pytest
 from llama_8b import CONFIG
 
-from engine.calibrate import WAVES, RecordingRunner, calibrate, median_error
+from engine.calibrate import WAVES, calibrate, median_error
 from engine.config import EngineConfig
 from engine.devices import DEVICES, H100_SXM, Sizes, roofline
 from engine.model_config import ModelConfig
 from engine.request import Request, SamplingParams
 from engine.simulate import ModelSize, SimulatedRunner, VirtualClock
 from engine.step import Rows, StepPlan
+from engine.step_log import RecordingRunner
 from engine.step_times import StepLoad, StepSample, StepTimes, fit_step_times
 
 TRUE = StepTimes(
