@@ -19,7 +19,7 @@ Engine = Literal["vllm", "vtune", "sglang"]
 _DEFAULTS: dict[str, tuple[float, float, float]] = {
     "max_num_batched_tokens": (2048, 2048, 16384),
     "max_num_seqs": (256, 128, 1024),
-    "gpu_memory_utilization": (0.9, 0.9, 0.92),
+    "gpu_memory_utilization": (0.92, 0.9, 0.92),
     "long_prefill_token_threshold": (0, 0, 0),
     "num_speculative_tokens": (0, 0, 0),
     "enable_prefix_caching": (1, 1, 1),
@@ -50,6 +50,10 @@ _GPU_SEQS = 256
 """The least that any GPU gets."""
 
 
+_MEMORY_UNTIL, _MEMORY_SINCE = (0, 18), (0, 20)
+"""vLLM went from 0.9 to 0.92 between these (pull request 38284)."""
+
+
 @dataclass(frozen=True)
 class Platform:
     """What a server runs on. ``device`` as its log names it (cpu, cuda, …); None: not known."""
@@ -67,7 +71,18 @@ class Platform:
         usual, low, high = _DEFAULTS[name]
         if name in ("max_num_batched_tokens", "max_num_seqs"):
             usual, low, high = self._batch(name, (usual, low, high))
+        if name == "gpu_memory_utilization":
+            usual, low, high = self._memory((usual, low, high))
         return Number(usual, low, high, "flag")
+
+    def _memory(self, spread: tuple[float, float, float]) -> tuple[float, float, float]:
+        usual, old, new = spread
+        version = version_tuple(self.version)
+        if self.engine == "vtune" or (self.engine == "vllm" and version and version >= _MEMORY_SINCE):
+            return new, new, new
+        if self.engine == "vllm" and version and version <= _MEMORY_UNTIL:
+            return old, old, old
+        return usual, old, new
 
     def _batch(self, name: str, spread: tuple[float, float, float]) -> tuple[float, float, float]:
         cpu = float(_CPU_TOKENS if name == "max_num_batched_tokens" else _CPU_SEQS)

@@ -19,6 +19,8 @@ _NON_DEFAULT = re.compile(r"non-default args: (\{.*\})")
 _NAMESPACE = re.compile(r"args: Namespace\((.*)\)")
 _DUMP = re.compile(r"Initializing an? (?:V1 )?LLM engine .*?with config: (.*)")
 _BUDGET = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)")
+_RANGES = re.compile(r"'compile_ranges_endpoints': \[([\d, ]+)\]")
+"""The last of the ranges that a step's tokens are compiled for ends at the budget."""
 _POOL = re.compile(r"KV cache size: ([\d,]+) tokens")
 _DURATIONS = {
     "startup_seconds": re.compile(r"init engine \(.*?\) took ([\d.]+) ?s"),
@@ -138,6 +140,8 @@ def _dumped(text: str) -> dict[str, Any]:
     """What the engine prints of its configuration, defaults included."""
     pairs = _pairs(text)
     flags = {ours: pairs[key] for key, ours in _DUMP_KEYS.items() if key in pairs}
+    if match := _RANGES.search(text):
+        flags["max_num_batched_tokens"] = max(map(int, match[1].split(",")))
     if match := _SPECULATION.search(text):
         flags["speculative_config"] = _speculation(match[1])
     return flags

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from loadgen.record import Records
+    from loadgen.targets.offered_flags import OfferedFlags
     from loadgen.workload import Schedule
 
 ENVIRONMENTAL = frozenset(
@@ -124,6 +125,10 @@ class Target(ABC):
     def clock(self) -> float:
         """Seconds of the time that opening and running take; they begin anywhere."""
         return time.monotonic()
+
+    def offered_flags(self) -> OfferedFlags | None:
+        """The flags that can matter here, in the target's own names; None where it does not say."""
+        return None
 
     @abstractmethod
     def open(self, config: Mapping[str, Any]) -> AbstractContextManager[OpenTarget]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
+from loadgen.targets.server import server_kind
 from loadgen.targets.simulated import PREFIX, gpu_defaults
 
 SCHEMA = "vtune.job/1"
@@ -38,6 +39,12 @@ class Job:
     trials: int | None = None
     run_seconds: float = DEFAULT_RUN_SECONDS
     pairs: int | None = None
+    command: str = ""
+    """How ``--flags`` starts a server of the target's kind, without its flags; "": as it is installed."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """The environment before the command in ``--flags``."""
+    space: Mapping[str, Any] | None = None
+    """A space file's content (see ``tuner.space_file``)."""
     fix: tuple[str, ...] = ()
     vary: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     seed: int = 0
@@ -54,10 +61,17 @@ class Job:
 
     @property
     def server(self) -> str:
-        """Whose defaults apply: a key of ``tuner.space.DEFAULTS``."""
+        """Whose flags and defaults apply: a kind of ``tuner.knobs.EVERY``."""
         if self.simulated:
             return "vllm" if gpu_defaults(self.target) else "bundled"
-        return "bundled" if self.target == "bundled" or "vtune serve" in self.target else "vllm"
+        if self.target in ("bundled", "vllm", "sglang"):
+            return self.target
+        return ("" if self.running else server_kind(self.target)) or "vllm"
+
+    @property
+    def running(self) -> bool:
+        """Whether the target is a server that was there before us."""
+        return self.target.startswith(("http://", "https://"))
 
     @property
     def simulated(self) -> bool:

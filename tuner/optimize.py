@@ -13,21 +13,25 @@ import optuna
 
 from loadgen.compare import compare
 from loadgen.target import OpenTarget, Target, TargetFailed
+from loadgen.targets.offered_flags import OfferedFlags
 from loadgen.traces import Trace
 from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload
 from loadgen.workload_file import workload_of
-from tuner.budget import Clock, Plan, choose_pairs
+from tuner.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
 from tuner.confirm import Confirmation, assess, record_directory
 from tuner.job import Job
 from tuner.load import Load, Traffic, span
 from tuner.measure import goodput_bounds
+from tuner.memory import MemoryPlan
 from tuner.options import Replay
 from tuner.outcome import Outcome, better, broken, describe_trial, refuted, unconfirmed, without_confirmation
 from tuner.prior import SimulatedPrior
 from tuner.replay import ReplayLoad, read_replay
 from tuner.result import TrialResult
 from tuner.slo import Slo, parse_slo
-from tuner.space import Config, build_space, effective
+from tuner.space import Config, Surroundings, build_space, effective
+from tuner.space_file import SpaceFile
+from tuner.startlog import LINES, read_start_log
 from tuner.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
 from tuner.strategies import make_strategy
 from tuner.strategy_model import ModelStrategy
@@ -129,9 +133,12 @@ class Optimizer:
             if self.study.baseline is None:
                 self._trial(self._proposed_baseline())
             return
+        if self.offered is not None and self.offered.version:
+            self.observer.note(f"{self.offered.program}: version {self.offered.version}")
         try:
             with self.bench.open(self.job.flags) as server:
-                self._begin(self._surveyed(server))
+                told = self._start_log(server)  # before a load fills its log
+                self._begin(replace(self._surveyed(server), **told))
                 self._trial(self._proposed_baseline(), server)
         except ServerFailed as failure:
             self._begin(self._blind_survey())
@@ -155,14 +162,49 @@ class Optimizer:
         """With the survey there is a space, and with the space there is a study."""
         self.survey = survey
         self._save("survey", survey.to_json())
-        baseline = effective(self.job.flags, self.job.server)
-        space = build_space(baseline, survey.max_model_len, fix=self.job.fix, vary=self.job.vary)
+        job = self.job
+        baseline = effective({**survey.known, **job.flags}, job.server)
+        space = build_space(
+            baseline,
+            survey.max_model_len,
+            fix=job.fix,
+            vary=job.vary,
+            around=self._around(survey),
+            file=SpaceFile.of(job.space) if job.space else None,
+        )
+        for note in space.notes:
+            self.observer.note(note)
         seed = self.job.seed + self.crew.seed_offset  # or two workers would propose the same
         self.study = Study(
             self.record, space, self.slo.objective, seed, make_strategy(self.job.strategy, seed)
         )
         if self._trace is not None:
             self.observer.note(f"load: {self.load.description}")
+
+    @cached_property
+    def offered(self) -> OfferedFlags | None:
+        """The flags that the target takes, as far as it says."""
+        return self.bench.target.offered_flags()
+
+    def _start_log(self, server: OpenTarget) -> dict[str, Any]:
+        """What the start of the baseline's server tells, as fields of a survey."""
+        job, log = self.job, server.log_tail(LINES)
+        told = read_start_log(log, job.server, job.flags, version=server.version, proportional=job.simulated)
+        memory = told.memory.to_json() if told.memory else None
+        return {"version": told.version or "", "known": dict(told.flags), "memory": memory}
+
+    def _around(self, survey: Survey) -> Surroundings:
+        """What the survey and the workload say about the space."""
+        longest = mean = None
+        if self._trace is None:
+            classes = self._workload(survey.max_model_len, survey.scale).classes
+            longest = max(c.prompt.high + c.output.high for c in classes)
+            shares = sum(c.weight for c in classes)
+            mean = sum(c.weight * (c.prompt.mean + c.output.mean) for c in classes) / shares
+        memory = MemoryPlan(**survey.memory) if survey.memory else None
+        return Surroundings(
+            self.job.server, survey.max_model_len, longest, mean, offered=self.offered, memory=memory
+        )
 
     def _blind_survey(self) -> Survey:
         """For a baseline that does not come up: what the job says."""
@@ -263,6 +305,13 @@ class Optimizer:
             self.observer.note(f"prior: {strategy.prior.source}")
 
     @property
+    def levels(self) -> tuple[float, ...]:
+        """Levels of load to compare configs at, once there is a best one; rising, () for none."""
+        if self.job.loads is not None:
+            return self.job.loads
+        return self.load.levels() if self._loaded else ()
+
+    @property
     def _loaded(self) -> bool:
         """Whether it is known which load to offer: not before some server came up, unless the job says."""
         return self._trace is not None or (self.survey.rate or self.survey.concurrency) is not None
@@ -285,8 +334,16 @@ class Optimizer:
             budget_seconds=self.job.budget,
             max_trials=self.job.trials,
             spent_seconds=self.clock.spent,
+            loads_seconds=self._loads_seconds(start),
         )
         self.observer.note(self.plan.describe())
+
+    def _loads_seconds(self, start: float) -> float:
+        """What is kept of the budget for the comparison at other loads."""
+        if self.job.budget is None or not self.levels:
+            return 0.0
+        spans = sum(span(self.load.at_level(level, 0)) + PAUSE for level in self.levels)
+        return min(LOADS_SHARE * self.job.budget, LOADS_CONFIGS * (start + spans))
 
     # The search.
 

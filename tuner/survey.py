@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from loadgen.record import Records
@@ -45,6 +45,12 @@ class Survey:
     concurrency: int | None = None
     scale: float | None = None
     """Factor on the workload's prompt lengths; None: the context's."""
+    version: str = ""
+    """The server's; "" where it does not say."""
+    known: Mapping[str, Any] = field(default_factory=dict)
+    """Flags that the server chose by itself, as its start tells them."""
+    memory: Mapping[str, Any] | None = None
+    """Its memory plan (``tuner.memory.MemoryPlan``), where its log tells one."""
 
     def describe(self) -> str:
         count, concurrency, rate = self.capacity[-1]

@@ -89,17 +89,19 @@ class ServerTarget(Target):
         return cls(f"vtune serve {shlex.quote(model)} {{flags}} --port {{port}}", **options)
 
     @classmethod
-    def vllm(cls, model: str, **options: Any) -> ServerTarget:
-        """vLLM, as installed beside us. One at a time: each instance claims its share of the device."""
+    def vllm(cls, model: str, *, template: str = "", **options: Any) -> ServerTarget:
+        """vLLM, as installed beside us, or as ``template`` starts it. One at a time: each instance claims its
+        share of the device."""
         options = {"name": "vllm", "exclusive": True, **options}
-        return cls(f"vllm serve {shlex.quote(model)} {{flags}} --port {{port}}", **options)
+        return cls(template or f"vllm serve {shlex.quote(model)} {{flags}} --port {{port}}", **options)
 
     @classmethod
-    def sglang(cls, model: str, **options: Any) -> ServerTarget:
-        """SGLang, as installed beside us. Its metrics must be asked for."""
+    def sglang(cls, model: str, *, template: str = "", **options: Any) -> ServerTarget:
+        """SGLang, as installed beside us, or as ``template`` starts it. Its metrics must be asked for."""
         options = {"name": "sglang", "exclusive": True, **options}
-        words = f"python -m sglang.launch_server --model-path {shlex.quote(model)}"
-        return cls(f"{words} --enable-metrics {{flags}} --port {{port}}", **options)
+        words = template or f"python -m sglang.launch_server --model-path {shlex.quote(model)}"
+        metrics = "" if "--enable-metrics" in words else "--enable-metrics "
+        return cls(f"{words.replace(' {flags}', '')} {metrics}{{flags}} --port {{port}}", **options)
 
     def launch_command(self, config: Mapping[str, Any]) -> str:
         """Raises FlagError for a flag of vLLM's that the server has nothing like."""

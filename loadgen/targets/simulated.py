@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from loadgen.counters import Counters, CountersError
 from loadgen.flags import render
 from loadgen.target import OpenTarget, StartFailed, Target
+from loadgen.targets.offered_flags import OfferedFlags
 from loadgen.workload import PlannedRequest, Schedule
 
 if TYPE_CHECKING:
@@ -185,6 +186,12 @@ class SimulatedTarget(Target):
             return self._make(config)
         except TypeError as error:  # a word where a number belongs
             raise ValueError(f"a flag has a value of the wrong kind: {error}") from None
+
+    def offered_flags(self) -> OfferedFlags:
+        """What a simulation heeds."""
+        from engine.virtual import KNOWN, WITHOUT_EFFECT
+
+        return OfferedFlags(self.name, None, dict.fromkeys(sorted(KNOWN - WITHOUT_EFFECT), ()))
 
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenSimulation]:
