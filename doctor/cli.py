@@ -14,6 +14,7 @@ from doctor.diff_cli import diff_command
 from doctor.export_cli import export_app
 from doctor.options import assumptions, choose_source, stop
 from doctor.playbook_cli import playbook_app
+from doctor.verify_cli import verify_command
 
 if TYPE_CHECKING:
     from doctor.finding import Diagnosis
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 doctor_app = typer.Typer(invoke_without_command=True, no_args_is_help=True, rich_markup_mode="rich")
 doctor_app.add_typer(export_app, name="export")
 doctor_app.command("diff")(diff_command)
+doctor_app.command("verify")(verify_command)
 
 
 class Format(StrEnum):

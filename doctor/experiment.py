@@ -1,7 +1,7 @@
 """Experiments: how a playbook's symptom is brought about, and what stands for its cure.
 
 ``reproduce:`` in a playbook's front matter is one experiment, a list of them (a page has several cures), or
-``none, because …`` where nothing can be shown. An experiment says where it runs (``target``: the bundled engine,
+``none, because …`` where nothing can be shown. It says where it runs (``target``: the bundled engine,
 or a device that is simulated), with which flags and under which load; the cure is what the doctor then
 prescribes. Advice in words cannot be typed, so ``instead`` says what stands for it: other flags, another
 load, more replicas.

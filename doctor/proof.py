@@ -98,14 +98,10 @@ class Proof:
     @property
     def headline(self) -> str:
         """``verified: ITL P99 -63 % [-71, -52], TTFT P95 +6 % [-2, +14]``."""
-        what = self.verdict + (" (the folklore)" if self.folklore and self.verdict == "refuted" else "")
-        if self.simulated and self.verdict == "verified":
-            what = "verified in simulation"
-        shown = [row.words for row in self.rows if row.expected is not None]
         if self.verdict == "not reproduced":
             found = ", ".join(self.symptom.found) or "nothing"
             return f"not reproduced: the doctor found {found}"
-        return f"{what}: {', '.join(shown)}"
+        return headline(self.verdict, self.rows, self.simulated, self.folklore)
 
     def text(self) -> str:
         """Everything, for a terminal."""
@@ -134,6 +130,17 @@ class Proof:
             {"schema": SCHEMA, **asdict(self), "standing": self.standing, "headline": self.headline}
         )
         return found
+
+
+def headline(verdict: Verdict, rows: Sequence[Row], simulated: bool, folklore: bool = False) -> str:
+    """A verdict with the figures that were promised; a simulation is called one."""
+    what: str = verdict
+    if folklore and verdict in ("refuted", "verified"):
+        what += " (the folklore)"
+    if simulated and verdict in ("refuted", "verified"):
+        what += " in simulation"
+    shown = [row.words for row in rows if row.expected is not None]
+    return f"{what}: {', '.join(shown)}"
 
 
 def label(figure: str) -> str:

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from doctor.diagnose import diagnose
-from doctor.expectation import Outcome, change, judge, parse_expectation
 from doctor.experiment import Experiment, ExperimentError, Side
 from doctor.experiment_load import describe, schedule
 from doctor.experiment_target import Stage, opened
+from doctor.figures import rows_of, verdict_of
 from doctor.finding import Diagnosis, Finding, Prescription
 from doctor.playbook import Playbook
-from doctor.proof import Proof, Row, Symptom, Verdict
-from doctor.reading import Number
+from doctor.proof import Proof, Symptom
 from doctor.report import quantity
-from doctor.signals import SIGNALS
-from doctor.sources import Scrapes, SourceError
+from doctor.slo import parse_slo
+from doctor.sources import Scrapes
 from doctor.standing import fingerprint
-from loadgen.compare import Comparison, compare, split_metric
+from loadgen.compare import Comparison, compare
 from loadgen.flags import render
 from loadgen.record import Records
-from loadgen.stats import METRICS, RATES
 from loadgen.workload import Schedule
 
-CLIENT_NAMES = {"generation_rate": "throughput"}
-"""Signals of the server that a client measures better, by the client's name for it."""
-ALWAYS = ("itl_p99", "ttft_p95", "throughput")
-_SUMMED = ("requests", "count", "tokens/s", "1/s")
 _SYMPTOM_SEED = 0
 Tell = Callable[[str], None]
 
@@ -92,10 +85,9 @@ class _Trial:
                 f"{self.book.id}: nothing stands for the advice; say under instead: what to do otherwise"
             )
         found = self._compare(cured)
-        rows, failed = self._rows(found), sum(not r.ok for pair in found.pairs for r in pair.b.requests)
-        verdict, notes = _verdict(rows, found, self.stage.simulated)
-        if failed:
-            notes.append(f"{failed} requests failed on side B")
+        promised = self.experiment.folklore or self.experiment.claims or self.book.expect
+        rows = rows_of(found.pairs, promised, parse_slo(self.experiment.slo).values)
+        verdict, notes = verdict_of(rows, found, self.stage.simulated)
         return replace(blank, verdict=verdict, rows=rows, pairs=len(found.pairs), notes=tuple(notes))
 
     # The symptom.
@@ -172,48 +164,6 @@ class _Trial:
         self._raise_if_stopped()
         return found
 
-    def _rows(self, found: Comparison) -> tuple[Row, ...]:
-        promised = self.experiment.folklore or self.experiment.claims or self.book.expect
-        rows = []
-        for figure in dict.fromkeys([*promised, *ALWAYS]):
-            if figure not in promised and CLIENT_NAMES.get(figure, figure) in map(_client_name, promised):
-                continue
-            a, b = ([self._value(getattr(pair, side), figure) for pair in found.pairs] for side in ("a", "b"))
-            seen, text = change(a, b), promised.get(figure)
-            outcome: Outcome | None = None
-            if text is not None:
-                outcome = judge(parse_expectation(text), _client_name(figure), seen)
-            rows.append(Row(figure, seen, text, outcome))
-        return tuple(rows)
-
-    def _value(self, records: Records, figure: str) -> float:
-        """Of one run: the client's figure where it has one, else the server's signal."""
-        name, cls = split_metric(_client_name(figure))
-        metric, _, suffix = name.rpartition("_")
-        summary = records.summary()
-        if name in RATES:
-            return summary.value(name, cls)
-        if metric in METRICS and suffix == "mean":
-            return summary.value(name, cls)
-        if metric in METRICS:  # however few samples: the run is the unit, and both sides have as many
-            return summary.distribution(metric, cls).rank(float(f"0.{suffix.removeprefix('p')}"))
-        return self._signal(records, name)
-
-    def _signal(self, records: Records, name: str) -> float:
-        """Over a fleet: what is counted is added up, of the rest the mean, of imbalance the worst."""
-        signal = SIGNALS[name]
-        slo = diagnose_slo(self.experiment.slo)
-        try:
-            evaluator = Scrapes(records.scrapes, self.stage.name).observe(None, slo).evaluator
-        except SourceError:
-            return math.nan
-        points = [r.point for r in evaluator.read(signal).values() if isinstance(r, Number)]
-        if not points:
-            return math.nan
-        if signal.unit in _SUMMED:
-            return sum(points)
-        return max(points) if signal.unit == "ratio" else sum(points) / len(points)
-
     def _raise_if_stopped(self) -> None:
         if self.stop.is_set():
             raise Interrupted
@@ -252,12 +202,6 @@ class _Trial:
         )
 
 
-def diagnose_slo(text: str | None) -> Mapping[str, float]:
-    from doctor.slo import parse_slo
-
-    return parse_slo(text).values
-
-
 def engine_version() -> str:
     """Of this package: the engine is bundled."""
     from importlib.metadata import PackageNotFoundError, version
@@ -266,10 +210,6 @@ def engine_version() -> str:
         return version("vtune-llm")
     except PackageNotFoundError:
         return "unknown"
-
-
-def _client_name(figure: str) -> str:
-    return CLIENT_NAMES.get(figure, figure)
 
 
 def _evidence(finding: Finding) -> tuple[str, ...]:
@@ -292,21 +232,3 @@ def _otherwise(sick: Side, cured: Side) -> str:
     if sick.engine != cured.engine:
         words.append("flags: " + " ".join(render(cured.engine)) if words else "")
     return "; ".join(filter(None, words))
-
-
-def _verdict(rows: Sequence[Row], found: Comparison, simulated: bool) -> tuple[Verdict, list[str]]:
-    """The first promise is the headline: it must be met, and none may be missed.
-
-    A client in virtual time is never its own limit, so a simulated run is not invalid for that.
-    """
-    notes = [] if simulated else [*found.notes]
-    if not found.pairs:
-        return "inconclusive", notes
-    outcomes = [row.outcome for row in rows if row.outcome not in (None, "allowed")]
-    if not outcomes:
-        return "inconclusive", [*notes, "nothing was promised that could be judged"]
-    if found.verdict == "invalid" and not simulated:
-        return "inconclusive", notes
-    if "missed" in outcomes:
-        return "refuted", notes
-    return ("verified" if outcomes[0] == "met" else "inconclusive"), notes
