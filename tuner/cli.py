@@ -33,14 +33,15 @@ def optimize(
     target: Annotated[
         str | None,
         typer.Option(
-            help="bundled, vllm, simulated:h100 or another device (see vtune simulate), or a command with "
-            "{flags} (and {port}) in it. [bundled]"
+            help="bundled, vllm, sglang, or a command with {flags} (and {port}) in it; the URL of a server "
+            "that runs, to measure and diagnose it as it is; simulated:h100 or another device. [bundled]"
         ),
     ] = None,
     flags: Annotated[
         str | None,
         typer.Option(
-            help="Your current command or flags: the baseline, e.g. 'vllm serve M --max-num-seqs 64'."
+            help="Your current command or flags: the baseline, e.g. 'VAR=x vllm serve M --max-num-seqs 64'. "
+            "Of a command of the target's kind the program and its environment are used, too."
         ),
     ] = None,
     workload: Annotated[
@@ -64,6 +65,13 @@ def optimize(
         typer.Option(min=1, help="A closed loop with so many requests in flight instead of a rate."),
     ] = None,
     traffic: Replay,
+    loads: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare configs at these levels of load too, and say where the best one changes: 2,8,16 "
+            "(requests/s; with --concurrency requests in flight), auto: a replayed trace's, none. [auto]"
+        ),
+    ] = None,
     budget: Annotated[
         str | None,
         typer.Option(
@@ -88,6 +96,10 @@ def optimize(
     vary: Annotated[
         list[str] | None,
         typer.Option(help="Search this flag too: FLAG, or FLAG=A,B with its values. Repeatable."),
+    ] = None,
+    space: Annotated[
+        Path | None,
+        typer.Option(help="YAML or JSON: the flags to search with their values, and constraints on them."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=MAX_SEED, help="Of the load and of the search. [0]")
@@ -180,11 +192,13 @@ def optimize(
         pairs=pairs,
         fix=None if not fix else tuple(name.lstrip("-").replace("-", "_") for name in fix),
         vary=tuple(vary) if vary else None,
+        space=space,
         seed=seed,
         strategy=strategy,
         prior=prior,
         replay=replay,
         baseline=baseline,
+        loads=loads,
         study=study,
         storage=storage,
         out=out,

@@ -6,11 +6,9 @@ import contextlib
 import json
 import math
 import platform
-import re
 import shlex
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,7 @@ from loadgen.arrivals import ArrivalError
 from loadgen.flags import FlagError, ServerCommand, parse_command
 from loadgen.slo import SloError
 from loadgen.target import Target
-from loadgen.targets.server import ServerTarget
-from loadgen.targets.simulated import PREFIX, SimulatedTarget, gpu_defaults
+from loadgen.targets.simulated import PREFIX, gpu_defaults
 from loadgen.workload import PRESETS as WORKLOADS
 from loadgen.workload import WorkloadError
 from loadgen.workload_file import is_file, read_workload
@@ -31,7 +28,8 @@ from tuner.display import make_observer
 from tuner.facts import report_facts
 from tuner.interrupts import Interrupts
 from tuner.job import DEFAULT_BUDGET, DEFAULT_SIMULATED_BUDGET, Job, JobError
-from tuner.launch import BUNDLED_HUB_ID
+from tuner.knobs import ENGINES
+from tuner.loads import Advice, compare_loads
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
 from tuner.output import OutputError, locked
@@ -41,9 +39,11 @@ from tuner.replay import digest, read_replay
 from tuner.report import write_report
 from tuner.reproduce import vary_words
 from tuner.slo import Slo, parse_slo
-from tuner.space import SPECULATION, SpaceError, build_space, effective
+from tuner.space import SPECULATION, SpaceError, Surroundings, build_space, effective
+from tuner.space_file import SpaceFile, read_space_file
 from tuner.storage import Heartbeat, StorageError, create_study, has_job, mask, open_storage, open_study
 from tuner.strategies import AUTO, STRATEGIES
+from tuner.target import TargetError, check_offered, check_target, make_target, started_as
 from tuner.trial import Bench, SetupFailed
 from tuner.verdict import Verdict, report_text
 from tuner.workers import join
@@ -60,6 +60,7 @@ class UsageError(Exception):
 
 _EXPECTED = (
     UsageError,
+    TargetError,
     SloError,
     SpaceError,
     JobError,
@@ -92,11 +93,13 @@ class Options:
     pairs: int | None = None
     fix: tuple[str, ...] | None = None
     vary: tuple[str, ...] | None = None
+    space: Path | None = None
     seed: int | None = None
     strategy: str | None = None
     prior: str | None = None
     replay: Mapping[str, Any] | None = None
     baseline: str | None = None
+    loads: str | None = None
     study: str | None = None
     storage: str | None = None
     out: Path | None = None
@@ -126,6 +129,8 @@ def _run(options: Options, console: Console) -> int:
     if not name.isprintable():  # nor are halves of surrogates, which stand for bytes that are no UTF-8
         raise UsageError(f"--study {name!a}: not a printable name. Choose another.")
     job = new_job(options)  # before anything is created, so that a typing error leaves nothing behind
+    if not job.simulated and not job.running:
+        check_offered(job, make_target(job, RUNS, options.start_timeout), _noter(console))
     shared = options.storage is not None
     with locked(options.out or RUNS / name, shared) as out, _storage(options.storage, out) as storage:
         record, job, joined = _study(storage, name, job, options)
@@ -136,7 +141,8 @@ def _run(options: Options, console: Console) -> int:
             join(storage, record, observer.note, interrupts) as crew,
         ):
             observer.note(f"{'resuming' if joined else 'study'} {name}: {parse_slo(job.slo).describe()}")
-            optimizer = Optimizer(job, Bench(target, observer, interrupts, out), record, crew)
+            bench = Bench(target, observer, interrupts, out, ENGINES[job.server])
+            optimizer = Optimizer(job, bench, record, crew)
             optimizer.simulator = make_simulator(job.prior, job.target, job.model, observer.note)
             try:
                 verdict = _common_verdict(name, optimizer, target)
@@ -173,7 +179,8 @@ def _common_verdict(name: str, optimizer: Optimizer, target: Target) -> Verdict:
 
     with optimizer.crew.sole("verdict", lambda: known() is not None) as mine:
         if mine:
-            verdict = _verdict(name, optimizer, target, optimizer.conclude(ended))
+            outcome = optimizer.conclude(ended)
+            verdict = _verdict(name, optimizer, target, outcome, compare_loads(optimizer, outcome))
             replace(verdict, host=platform.node()).save(record)
             return verdict
     found = known()
@@ -181,14 +188,16 @@ def _common_verdict(name: str, optimizer: Optimizer, target: Target) -> Verdict:
     return found
 
 
-def _verdict(name: str, optimizer: Optimizer, target: Target, outcome: Outcome) -> Verdict:
+def _verdict(
+    name: str, optimizer: Optimizer, target: Target, outcome: Outcome, advice: Advice | None = None
+) -> Verdict:
     """With its report written, once there is something to report."""
     if target.estimate:
         outcome = replace(outcome, sentence=f"ESTIMATE: {outcome.sentence}")
     if not optimizer.begun:
         lines, report = (outcome.sentence,), report_text([], outcome.kind, outcome.sentence)
         return Verdict(outcome.exit_code, lines, report, files=(), launched=0)
-    facts = report_facts(name, optimizer, outcome, target)
+    facts = report_facts(name, optimizer, outcome, target, advice)
     if facts.recommendation is not None:
         optimizer.record.set_user_attr(KEY, facts.recommendation.to_json())
     paths = write_report(facts)
@@ -204,8 +213,9 @@ def _verdict(name: str, optimizer: Optimizer, target: Target, outcome: Outcome) 
 def new_job(options: Options) -> Job:
     """The job that the options describe. Raises UsageError, SloError, SpaceError, FlagError."""
     previous = read_previous(options.baseline, RUNS) if options.baseline else None
+    before = None
     if previous is not None:
-        options = as_before(options, previous)
+        options, before = as_before(options, previous), Job.from_json(previous.job)
     command = parse_command(options.flags) if options.flags else ServerCommand("")
     target = options.target or "bundled"
     slo = parse_slo(options.slo or "itl")
@@ -240,23 +250,37 @@ def new_job(options: Options) -> Job:
         trials=options.trials,
         run_seconds=options.run_seconds or Job.run_seconds,
         pairs=options.pairs,
+        space=read_space_file(options.space) if options.space else before.space if before else None,
         fix=tuple(options.fix or ()),
         vary=_vary(options.vary or ()),
+        **({"command": before.command, "env": before.env} if before else started_as(command, target)),
         seed=options.seed or 0,
         strategy=options.strategy or AUTO,
         prior=options.prior or AUTO,
         replay=options.replay and {**options.replay, "sha256": digest(Path(options.replay["replay"]))},
         baseline=previous.to_json() if previous else None,
+        loads=_loads(options),
     )
     if job.strategy not in (AUTO, *STRATEGIES):
         raise UsageError(f"--strategy {job.strategy}: unknown. Known: {', '.join((AUTO, *STRATEGIES))}.")
     if job.simulated and SPECULATION not in job.vary:  # how many drafts are accepted, only real text can say
         job = replace(job, fix=tuple(dict.fromkeys((*job.fix, SPECULATION))))
-    _check_target(job)
+    check_target(job)
     make_simulator(job.prior, job.target, job.model, lambda text: None)  # or an error, before anything begins
     _check_flags(job)
-    build_space(effective(job.flags, job.server), 1 << 15, fix=job.fix, vary=job.vary)
+    build_space(
+        effective(job.flags, job.server),
+        1 << 15,
+        fix=job.fix,
+        vary=job.vary,
+        around=Surroundings(job.server),
+        file=SpaceFile.of(job.space) if job.space else None,
+    )
     return job
+
+
+def _noter(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_replay(options: Options, slo: Slo) -> None:
@@ -343,46 +367,6 @@ _FREE = {"budget", "trials", "study", "storage", "out", "start_timeout", "as_jso
 _FIXED = {f.name for f in fields(Options)} - _FREE
 
 
-def make_target(job: Job, out: Path, start_timeout: float) -> Target:
-    """Raises UsageError for a simulation of something unknown."""
-    if job.simulated:
-        try:
-            return SimulatedTarget(
-                job.target, job.model, calibrating=lambda text: print(text, file=sys.stderr)
-            )
-        except ValueError as error:
-            raise UsageError(f"--target {job.target}: {error}") from None
-    settings: dict[str, Any] = {"log_dir": out / "logs", "start_timeout": start_timeout}
-    if job.target == "bundled":
-        return ServerTarget.bundled(job.model, **settings)
-    if job.target == "vllm":
-        return ServerTarget.vllm(BUNDLED_HUB_ID if job.model == "bundled" else job.model, **settings)
-    return ServerTarget(job.target, **settings)
-
-
-def _check_target(job: Job) -> None:
-    """Raises UsageError for a target that cannot be started with flags."""
-    target = job.target
-    if target in ("bundled", "vllm") or job.simulated:
-        return
-    if target.startswith(("http://", "https://")):
-        raise UsageError(
-            f"--target {target}: a server that is running already cannot be restarted with other flags. "
-            f"Measure it with 'vtune bench run --url {target}', or give the command that starts it."
-        )
-    if "{flags}" not in target:
-        raise UsageError(
-            f"--target {target!r}: unknown. Give bundled, vllm, or a command with {{flags}} where the flags "
-            "go, e.g. 'my-server --model M {flags} --port {port}'; or simulated:h100 to measure nothing."
-        )
-    tuned = effective({}, "vllm")
-    fixed = [f for f in tuned if re.search(rf"--{f.replace('_', '[-_]')}\b", target)]
-    if fixed:
-        raise UsageError(
-            f"--target sets --{fixed[0].replace('_', '-')} itself: move it to --flags, the baseline."
-        )
-
-
 def _vary(words: tuple[str, ...]) -> dict[str, tuple[Any, ...] | None]:
     """``max_num_seqs`` or ``block_size=16,32``, with dashes or underscores."""
     found: dict[str, tuple[Any, ...] | None] = {}
@@ -394,6 +378,24 @@ def _vary(words: tuple[str, ...]) -> dict[str, tuple[Any, ...] | None]:
             raise UsageError(f"--vary {word}: no values after the =. Write --vary {name}=A,B.")
         found[flag] = values if has_values else None
     return found
+
+
+def _loads(options: Options) -> tuple[float, ...] | None:
+    """``2,8,16``, rising; None for those of a replayed trace. Raises UsageError."""
+    if options.loads in (None, "auto"):
+        return None if options.replay else ()
+    if options.loads == "none":
+        return ()
+    try:
+        levels = sorted({float(word) for word in str(options.loads).split(",")})
+    except ValueError:
+        levels = []
+    if len(levels) < 2 or not 0 < levels[0] <= levels[-1] < math.inf:
+        raise UsageError(
+            f"--loads {options.loads}: give two levels or more, e.g. 2,8,16 (requests/s; with --concurrency "
+            "requests in flight), or auto for those of a replayed trace, or none."
+        )
+    return tuple(levels)
 
 
 def _value(text: str) -> Any:

@@ -24,7 +24,16 @@ from tuner.load import Load, Traffic, span
 from tuner.measure import goodput_bounds
 from tuner.memory import MemoryPlan
 from tuner.options import Replay
-from tuner.outcome import Outcome, better, broken, describe_trial, refuted, unconfirmed, without_confirmation
+from tuner.outcome import (
+    Outcome,
+    as_it_runs,
+    better,
+    broken,
+    describe_trial,
+    refuted,
+    unconfirmed,
+    without_confirmation,
+)
 from tuner.prior import SimulatedPrior
 from tuner.replay import ReplayLoad, read_replay
 from tuner.result import TrialResult
@@ -189,7 +198,14 @@ class Optimizer:
     def _start_log(self, server: OpenTarget) -> dict[str, Any]:
         """What the start of the baseline's server tells, as fields of a survey."""
         job, log = self.job, server.log_tail(LINES)
-        told = read_start_log(log, job.server, job.flags, version=server.version, proportional=job.simulated)
+        told = read_start_log(
+            log,
+            job.server,
+            job.flags,
+            metrics=server.scrape(),
+            version=server.version,
+            proportional=job.simulated,
+        )
         memory = told.memory.to_json() if told.memory else None
         return {"version": told.version or "", "known": dict(told.flags), "memory": memory}
 
@@ -336,7 +352,8 @@ class Optimizer:
             spent_seconds=self.clock.spent,
             loads_seconds=self._loads_seconds(start),
         )
-        self.observer.note(self.plan.describe())
+        if self.bench.target.restartable:
+            self.observer.note(self.plan.describe())
 
     def _loads_seconds(self, start: float) -> float:
         """What is kept of the budget for the comparison at other loads."""
@@ -375,6 +392,8 @@ class Optimizer:
 
     def _over(self) -> str:
         """Why the search must end now; "" while it may go on."""
+        if not self.bench.target.restartable:
+            return "the server runs already and is not restarted"
         launched = self._launched()
         if len(launched) >= MAX_FAILURES and all(r.status == "failed" for r in launched):
             return f"nothing served in {len(launched)} launches"
@@ -468,6 +487,8 @@ class Optimizer:
     def _conclude(self, ended: str) -> Outcome:
         space, baseline = self.study.space, self.study.baseline
         assert baseline is not None, "a search begins with the baseline"
+        if not self.bench.target.restartable:
+            return as_it_runs(baseline, self.bench.target.name, self.slo, ended)
         first = next((c for c in self.study.candidates() if self._worth_confirming(c, baseline)), None)
         if first is None:
             return without_confirmation(self.study.results, baseline, space, self.slo, ended)

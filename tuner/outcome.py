@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from loadgen.flags import render
 from loadgen.slo import STATISTICS, format_value
 from tuner.confirm import Change, Confirmation
 from tuner.result import TrialResult
@@ -13,9 +14,10 @@ from tuner.slo import Objective, Slo
 from tuner.space import Space
 from tuner.study import describe_changes
 
-Kind = Literal["better", "baseline", "infeasible", "failed", "interrupted"]
+Kind = Literal["better", "baseline", "infeasible", "failed", "interrupted", "measured"]
 """better: a config is confirmed. baseline: nothing beats the user's config. infeasible: nothing holds the
-SLO. failed: no server served. interrupted: by the user; what was measured so far stands."""
+SLO. failed: no server served. interrupted: by the user; what was measured so far stands. measured: a server
+that runs was measured and diagnosed as it is."""
 
 LABELS = {"itl": "ITL", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "inter_chunk": "inter-chunk latency"}
 
@@ -32,7 +34,8 @@ class Outcome:
 
     @property
     def exit_code(self) -> int:
-        return {"better": 0, "baseline": 0, "infeasible": 1, "failed": 1, "interrupted": 130}[self.kind]
+        codes = {"better": 0, "baseline": 0, "measured": 0, "infeasible": 1, "failed": 1, "interrupted": 130}
+        return codes[self.kind]
 
 
 def label(metric: str) -> str:
@@ -119,6 +122,24 @@ def without_confirmation(
         f"Closest came {changes}: missed {missed or closest.reason}",
         ended,
     )
+
+
+def as_it_runs(baseline: TrialResult, server: str, slo: Slo, ended: str) -> Outcome:
+    """What a server that is not ours came to, what the doctor finds, and which flags it prescribes."""
+    if baseline.measurement is None:
+        return Outcome("failed", f"{server}: {baseline.reason}", ended)
+    findings = [f for f in baseline.findings if f.severity != "info" and f.suppressed_by is None]
+    told = "; ".join(f"{f.title} ({f.id})" for f in findings) or "no finding"
+    tries = [" ".join(render(flags)) for f in findings for flags in f.prescriptions]
+    sentence = (
+        f"{server} was measured as it runs and not restarted: {describe_trial(baseline, slo.objective)}. "
+        f"The doctor: {told}"
+    )
+    if cures := "; ".join(filter(None, tries)):
+        sentence += (
+            f". It prescribes: {cures}. To try that, give the command that starts the server as --target"
+        )
+    return Outcome("measured", sentence, ended)
 
 
 def _miss(result: TrialResult, name: str) -> str:

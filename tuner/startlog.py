@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from doctor.defaults import NAMES
 from doctor.flags import SWITCHES, resolve
 from doctor.logfile import parse_log
@@ -33,16 +35,23 @@ class StartLog:
 
 
 def read_start_log(
-    log: str, server: str, given: Mapping[str, Any], *, version: str = "", proportional: bool = False
+    log: str,
+    server: str,
+    given: Mapping[str, Any],
+    *,
+    metrics: str = "",
+    version: str = "",
+    proportional: bool = False,
 ) -> StartLog:
-    """``server``: a kind of ``tuner.knobs``. ``given``: the flags it was started with. ``version``: as the
-    server reports it. ``proportional``: see MemoryPlan.
+    """``server``: a kind of ``tuner.knobs``. ``given``: the flags it was started with. ``metrics``: one
+    scrape of it. ``version``: as the server reports it. ``proportional``: see MemoryPlan.
 
     Where neither the flags nor the log say, a flag is what the doctor knows of this version and device.
     """
     facts = parse_log(log)
     version = version or facts.version or ""
-    resolved = resolve(given, facts, None, engine=ENGINES[server], version=version or None)
+    labels = _cache_config(metrics)
+    resolved = resolve(given, facts, labels, engine=ENGINES[server], version=version or None)
     found: dict[str, Any] = {
         name: bool(flag.value) if name in SWITCHES else flag.value
         for name in _varied(server)
@@ -58,6 +67,13 @@ def read_start_log(
         log, utilization=float(found["gpu_memory_utilization"]), proportional=proportional
     )
     return StartLog({n: v for n, v in found.items() if n not in given}, version or None, memory)
+
+
+def _cache_config(metrics: str) -> dict[str, str]:
+    """The labels of vLLM's ``cache_config_info``; none where the scrape has none."""
+    line = next((line for line in metrics.splitlines() if ":cache_config_info{" in line), "")
+    families = list(text_string_to_metric_families(line)) if line else []
+    return dict(families[0].samples[0].labels) if families and families[0].samples else {}
 
 
 def _varied(server: str) -> list[str]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from llama_8b import CONFIG
 
-from tuner.command import Options, UsageError, make_target, new_job, run
+from tuner.command import Options, new_job, run
+from tuner.target import TargetError, make_target
 
 
 @pytest.fixture
@@ -81,5 +82,5 @@ def test_defaults_are_the_devices() -> None:
     "words", [{"target": "simulated:h900"}, {"target": "simulated:h100", "model": "/no"}]
 )
 def test_what_cannot_be_simulated_is_a_usage_error(words: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=next(reversed(words.values()))):
+    with pytest.raises(TargetError, match=next(reversed(words.values()))):
         make_target(new_job(Options(**words)), tmp_path, 60.0)

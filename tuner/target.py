@@ -1,0 +1,114 @@
+"""From what ``--target`` and ``--flags`` say to something that opens, and whether it takes what is asked."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from loadgen.flags import ServerCommand
+from loadgen.target import Target
+from loadgen.targets.endpoint import EndpointTarget
+from loadgen.targets.server import ServerTarget
+from loadgen.targets.simulated import SimulatedTarget
+from tuner.job import Job
+from tuner.knobs import Surroundings
+from tuner.launch import BUNDLED_HUB_ID
+from tuner.space import build_space, effective
+from tuner.space_file import SpaceFile
+
+KINDS = {"bundled": "vtune", "vllm": "vllm", "sglang": "sglang"}
+"""``--target`` -> whose command (``ServerCommand.engine``) starts such a server."""
+
+
+class TargetError(Exception):
+    """``--target`` or ``--flags`` cannot be used. The message says why, and what to write."""
+
+
+def started_as(command: ServerCommand, target: str) -> dict[str, Any]:
+    """The fields of a job that say how ``--flags`` starts a server of the target's kind.
+
+    The bundled engine is always this package's own. What a container maps is its author's to say, so of
+    ``docker run`` only the flags are taken.
+    """
+    if command.engine != KINDS.get(target) or "run" in command.rest[:2]:
+        return {}
+    found: dict[str, Any] = {"env": dict(command.env)}
+    if target != "bundled":
+        bare = ServerCommand(command.program, command.model, rest=command.rest)
+        found["command"] = shlex.join(bare.words())
+    return found
+
+
+def make_target(job: Job, out: Path, start_timeout: float) -> Target:
+    """Raises TargetError for a simulation of something unknown and for a URL that is none."""
+    if job.simulated:
+        try:
+            return SimulatedTarget(
+                job.target, job.model, calibrating=lambda text: print(text, file=sys.stderr)
+            )
+        except ValueError as error:
+            raise TargetError(f"--target {job.target}: {error}") from None
+    if job.running:
+        model = "" if job.model == "bundled" else job.model
+        try:
+            return EndpointTarget(job.target, flags=job.flags, model=model)
+        except ValueError as error:
+            raise TargetError(f"--target {job.target}: {error}") from None
+    settings: dict[str, Any] = {"log_dir": out / "logs", "start_timeout": start_timeout, "env": job.env}
+    if job.target == "bundled":
+        return ServerTarget.bundled(job.model, **settings)
+    hub_model = BUNDLED_HUB_ID if job.model == "bundled" else job.model
+    if job.target == "vllm":
+        return ServerTarget.vllm(hub_model, template=job.command, **settings)
+    if job.target == "sglang":
+        return ServerTarget.sglang(hub_model, template=job.command, **settings)
+    return ServerTarget(job.target, **settings)
+
+
+def check_target(job: Job) -> None:
+    """Raises TargetError for a target that is unknown, or that sets itself what is to be varied."""
+    target = job.target
+    if target in KINDS or job.simulated or job.running:
+        return
+    if "{flags}" not in target:
+        raise TargetError(
+            f"--target {target!r}: unknown. Give bundled, vllm, sglang, or a command with {{flags}} where "
+            "the flags go, e.g. 'my-server --model M {flags} --port {port}'; the URL of a server that runs, "
+            "to measure and diagnose it; or simulated:h100 to measure nothing."
+        )
+    around = Surroundings(job.server)
+    for flag in effective({}, job.server):
+        for name in dict.fromkeys((flag, around.spelling(flag))):
+            if re.search(rf"--{name.replace('_', '[-_]')}\b", target):
+                raise TargetError(
+                    f"--target sets --{name.replace('_', '-')} itself: move it to --flags, the baseline."
+                )
+
+
+def check_offered(job: Job, target: Target, note: Callable[[str], None]) -> None:
+    """Hold the job's flags and space against what the target's program takes, by its own help.
+
+    Raises TargetError and SpaceError; a program that cannot be asked is believed.
+    """
+    if isinstance(target, ServerTarget) and target.kind in ("vllm", "sglang"):
+        note("reading which flags the server takes (once for each version)")
+    offered = target.offered_flags()
+    if offered is None:
+        return
+    around = Surroundings(job.server, offered=offered)
+    for flag in job.flags:
+        if around.spelling(flag) not in offered:
+            near = offered.near(around.spelling(flag))
+            raise TargetError(
+                f"--flags: {Path(offered.program).name} {offered.version or ''} has no "
+                f"--{around.spelling(flag).replace('_', '-')}".replace("  ", " ")
+                + (f" (did you mean --{near.replace('_', '-')}?)" if near else "")
+                + ". Leave it out."
+            )
+    file = SpaceFile.of(job.space) if job.space else None
+    baseline = effective(job.flags, job.server)
+    build_space(baseline, 1 << 15, fix=job.fix, vary=job.vary, around=around, file=file)
