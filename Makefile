@@ -10,9 +10,11 @@ GATE := --workload shared-prefix --input-len 120 --output-len 12 --rate 8 --num-
 	--flags "vtune serve bundled --max-num-batched-tokens 96 --max-num-seqs 6 --max-model-len 256 \
 	--num-gpu-blocks-override 20"
 COUNTERS := benchmarks/baselines/counters.json
+CURES ?= runs/playbooks
+PART ?= 10m
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test check gate counters format clean
+.PHONY: help setup model demo test check gate counters playbooks format clean
 
 help:  ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -46,6 +48,11 @@ counters: model  ## Count the baseline of the gate anew, after a change that is 
 
 test: model check gate  ## Every check and every test
 	$(BIN)/pytest --ignore=tests/project -n 2 --dist loadfile
+
+playbooks: model  ## Prove every playbook's cure (about an hour, in parts: run it again to go on), and write the table
+	-$(BIN)/vtune playbook run --all --simulated --out $(CURES)
+	-$(BIN)/vtune playbook run --all --measured --pairs 3 --limit $(PART) --out $(CURES)
+	$(BIN)/python -m benchmarks.cures $(CURES)
 
 format:  ## Format and fix what can be fixed
 	$(BIN)/ruff format .

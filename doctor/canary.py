@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from doctor.expectation import parse_expectation
-from doctor.figures import rows_of, verdict_of
+from doctor.figures import is_invalid, notes_of, rows_of, verdict_of
 from doctor.playbook import load_all
 from doctor.proof import Row, Verdict, finite, headline, table
 from doctor.slo import parse_slo
@@ -79,8 +79,9 @@ class Canary:
 def read_cure(finding: str, cure: str | None, number: int | None) -> Cure:
     """What is to be tried.
 
-    ``finding``: a file that ``vtune doctor --format json`` wrote (``FILE`` or ``FILE#ID``), or an id, for which
-    ``cure`` names the flags. ``number``: which prescription of the file, from 1. Raises CanaryError, FlagError.
+    ``finding``: a file that ``vtune doctor --format json`` wrote (``FILE`` or ``FILE#ID``), or an id, for
+    which ``cure`` names the flags. ``number``: which prescription of the file, from 1.
+    Raises CanaryError, FlagError.
     """
     name, _, identity = finding.partition("#")
     if Path(name).is_file():
@@ -126,18 +127,18 @@ def try_cure(
     )
     simulated = target.startswith(PREFIX)
     rows = rows_of(found.pairs, cure.expect, parse_slo(slo).values)
-    verdict, notes = verdict_of(rows, found, simulated)
+    invalid = is_invalid(found, simulated)
     return Canary(
         cure.finding,
-        verdict,
+        verdict_of(rows, len(found.pairs), invalid),
         sides.target.launch_command(sides.a),
         sides.target.launch_command(sides.b),
         len(found.pairs),
         found.together,
         simulated,
-        found.verdict == "invalid" and not simulated,
+        invalid,
         rows,
-        tuple(notes),
+        notes_of(found, simulated),
     )
 
 

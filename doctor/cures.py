@@ -15,9 +15,11 @@ from typing import Any
 
 from doctor.experiment import Experiment, ExperimentError
 from doctor.experiment_target import stage_of
+from doctor.figures import judged, verdict_of
 from doctor.playbook import Playbook
 from doctor.proof import SCHEMA, Proof
-from doctor.verify import Terms, engine_version, prove
+from doctor.standing import fingerprint
+from doctor.verify import Terms, engine_version, promised, prove
 from loadgen import typed
 from loadgen.record import write_atomically
 
@@ -56,7 +58,8 @@ def carry_out(
                 continue
             file = None if order.out is None else order.out / f"{book.id}-{number + 1}.json"
             key = _key(experiment, order)
-            if file is not None and (kept := _kept(file, key)) is not None:
+            if file is not None and (kept := _kept(file, key, book)) is not None:
+                _save(file, key, kept)
                 yield kept
                 continue
             if order.limit is not None and time.monotonic() > order.limit:
@@ -75,8 +78,12 @@ def carry_out(
                 stop=stop,
             )
             if file is not None:
-                write_atomically(file, [json.dumps({"key": key, **proof.to_json()}, indent=2), "\n"])
+                _save(file, key, proof)
             yield proof
+
+
+def _save(file: Path, key: str, proof: Proof) -> None:
+    write_atomically(file, [json.dumps({"key": key, **proof.to_json()}, indent=2), "\n"])
 
 
 def _tell_of(identity: str, tell: Callable[[str], None], text: str) -> None:
@@ -84,13 +91,18 @@ def _tell_of(identity: str, tell: Callable[[str], None], text: str) -> None:
 
 
 def _key(experiment: Experiment, order: Order) -> str:
-    """What decides the outcome: the experiment, how it is run, and the engine's version."""
-    text = repr((experiment, order.target, order.model, order.terms, engine_version()))
+    """What decides the measurement: the experiment, how it is run, and the engine's version."""
+    measured = replace(experiment, claims={}, folklore={})
+    text = repr((measured, bool(experiment.folklore), order.target, order.model, order.terms, engine_version()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _kept(file: Path, key: str) -> Proof | None:
-    """A proof that was saved under the same key. Raises ExperimentError for a file that is something else."""
+def _kept(file: Path, key: str, book: Playbook) -> Proof | None:
+    """A proof that was saved under the same key, judged by what the page promises now.
+
+    None where it has to be measured: there is none, of another cure, or without a figure that is promised
+    now. Raises ExperimentError for a file that is something else.
+    """
     if not file.is_file():
         return None
     try:
@@ -99,11 +111,17 @@ def _kept(file: Path, key: str) -> Proof | None:
             raise ValueError(f"schema is {data.get('schema')!r}")
         if data.pop("key", None) != key:
             return None
-        return read_proof(data)
+        proof = read_proof(data)
     except (OSError, ValueError, AttributeError) as error:
         raise ExperimentError(
             f"{file}: no saved proof ({error}); move it away, or choose another --out"
         ) from None
+    experiment = book.reproduction.experiments[proof.experiment]
+    rows = judged(proof.rows, promised(book, experiment))
+    reworded = proof.remedy is not None and proof.remedy_print != fingerprint(book, proof.remedy)
+    if rows is None or reworded or proof.verdict == "not reproduced":
+        return None
+    return replace(proof, rows=rows, verdict=verdict_of(rows, proof.pairs, proof.invalid))
 
 
 def read_proof(data: dict[str, Any]) -> Proof:

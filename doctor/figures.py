@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from doctor.expectation import Outcome, change, judge, parse_expectation
+from doctor.expectation import Change, change, judge, parse_expectation
 from doctor.proof import Row, Verdict
 from doctor.reading import Number
 from doctor.signals import SIGNALS
@@ -30,12 +30,13 @@ def rows_of(pairs: Sequence[Pair], promised: Mapping[str, str], slo: Mapping[str
     clients = {_client_name(figure) for figure in promised}
     for figure in dict.fromkeys([*promised, *(name for name in ALWAYS if name not in clients)]):
         a, b = ([value(getattr(pair, side), figure, slo) for pair in pairs] for side in ("a", "b"))
-        seen, text = change(a, b), promised.get(figure)
-        outcome: Outcome | None = None
-        if text is not None:
-            outcome = judge(parse_expectation(text), _client_name(figure), seen)
-        rows.append(Row(figure, seen, text, outcome))
+        rows.append(_row(figure, change(a, b), promised.get(figure)))
     return tuple(rows)
+
+
+def _row(figure: str, seen: Change, text: str | None) -> Row:
+    outcome = None if text is None else judge(parse_expectation(text), _client_name(figure), seen)
+    return Row(figure, seen, text, outcome)
 
 
 def value(records: Records, figure: str, slo: Mapping[str, float]) -> float:
@@ -50,22 +51,36 @@ def value(records: Records, figure: str, slo: Mapping[str, float]) -> float:
     return _signal(records, name, slo)
 
 
-def verdict_of(rows: Sequence[Row], found: Comparison, simulated: bool) -> tuple[Verdict, list[str]]:
-    """(verdict, notes). The first promise is the headline: it must be met, and none may be missed.
+def judged(rows: Sequence[Row], promised: Mapping[str, str]) -> tuple[Row, ...] | None:
+    """The same measurements beside other promises; None where one was not measured."""
+    known = {row.figure: row.change for row in rows}
+    if not promised.keys() <= known.keys():
+        return None
+    order = dict.fromkeys([*promised, *known])
+    return tuple(_row(figure, known[figure], promised.get(figure)) for figure in order)
 
-    A client in virtual time is never its own limit, so a simulated run is not invalid for that.
-    """
+
+def verdict_of(rows: Sequence[Row], pairs: int, invalid: bool) -> Verdict:
+    """The first promise is the headline: it must be met, and none may be missed."""
+    outcomes = [row.outcome for row in rows if row.outcome not in (None, "allowed")]
+    if not outcomes or not pairs or invalid:
+        return "inconclusive"
+    if "missed" in outcomes:
+        return "refuted"
+    return "verified" if outcomes[0] == "met" else "inconclusive"
+
+
+def is_invalid(found: Comparison, simulated: bool) -> bool:
+    """Whether a run may not be believed. A client in virtual time is never its own limit."""
+    return found.verdict == "invalid" and not simulated
+
+
+def notes_of(found: Comparison, simulated: bool) -> tuple[str, ...]:
+    """What a reader must know beside the figures."""
     notes = [] if simulated else [*found.notes]
     if failed := sum(not record.ok for pair in found.pairs for record in pair.b.requests):
         notes.append(f"{failed} requests failed on side B")
-    outcomes = [row.outcome for row in rows if row.outcome not in (None, "allowed")]
-    if not outcomes:
-        return "inconclusive", [*notes, "nothing was promised that could be judged"]
-    if not found.pairs or (found.verdict == "invalid" and not simulated):
-        return "inconclusive", notes
-    if "missed" in outcomes:
-        return "refuted", notes
-    return ("verified" if outcomes[0] == "met" else "inconclusive"), notes
+    return tuple(notes)
 
 
 def _client_name(figure: str) -> str:

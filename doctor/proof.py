@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from doctor.expectation import Change, Outcome
@@ -85,7 +85,8 @@ class Proof:
     notes: tuple[str, ...] = ()
     engine: str = ""
     """Version of the engine that was measured."""
-    replicas: tuple[int, int] = field(default=(1, 1))
+    invalid: bool = False
+    """Whether the runs may not be believed; ``notes`` say why."""
 
     @property
     def standing(self) -> str:

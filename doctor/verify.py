@@ -11,7 +11,7 @@ from doctor.diagnose import diagnose
 from doctor.experiment import Experiment, ExperimentError, Side
 from doctor.experiment_load import describe, schedule
 from doctor.experiment_target import Stage, opened
-from doctor.figures import rows_of, verdict_of
+from doctor.figures import is_invalid, notes_of, rows_of, verdict_of
 from doctor.finding import Diagnosis, Finding, Prescription
 from doctor.playbook import Playbook
 from doctor.proof import Proof, Symptom
@@ -57,6 +57,11 @@ def prove(
     return _Trial(book, number, stage, terms, tell, stop or threading.Event()).proof()
 
 
+def promised(book: Playbook, experiment: Experiment) -> Mapping[str, str]:
+    """What an experiment is judged by: its own claims, where the page's do not fit it."""
+    return experiment.folklore or experiment.claims or book.expect
+
+
 class _Trial:
     """One experiment on its way."""
 
@@ -85,10 +90,18 @@ class _Trial:
                 f"{self.book.id}: nothing stands for the advice; say under instead: what to do otherwise"
             )
         found = self._compare(cured)
-        promised = self.experiment.folklore or self.experiment.claims or self.book.expect
-        rows = rows_of(found.pairs, promised, parse_slo(self.experiment.slo).values)
-        verdict, notes = verdict_of(rows, found, self.stage.simulated)
-        return replace(blank, verdict=verdict, rows=rows, pairs=len(found.pairs), notes=tuple(notes))
+        rows = rows_of(
+            found.pairs, promised(self.book, self.experiment), parse_slo(self.experiment.slo).values
+        )
+        invalid = is_invalid(found, self.stage.simulated)
+        return replace(
+            blank,
+            verdict=verdict_of(rows, len(found.pairs), invalid),
+            rows=rows,
+            pairs=len(found.pairs),
+            notes=notes_of(found, self.stage.simulated),
+            invalid=invalid,
+        )
 
     # The symptom.
 
@@ -198,7 +211,6 @@ class _Trial:
             symptom=symptom,
             rows=(),
             engine=engine_version(),
-            replicas=(sick.replicas, cured.replicas),
         )
 
 
