@@ -63,7 +63,7 @@ def diagnose(
             elif truth.value is None and not patient.excuses(truth.missing):
                 cannot_tell.append(CannotTell(book.id, book.severity, patient.name, truth.missing))
         findings += _explain(own)
-    findings.sort(key=_rank)
+    findings = ranked(findings)
     idle = all(patient.idle for patient in examined)
     return Diagnosis(
         source=observation.name,
@@ -88,7 +88,6 @@ def _finding(book: Playbook, patient: Patient) -> Finding:
             unit = SIGNALS[name].unit
             evidence.append(Evidence(name, reading.point, unit, patient.queries[name], _bound_note(reading)))
     named = set(book.when.names)
-    cost = book.cost.value(patient.lookup) if book.cost else None
     return Finding(
         id=book.id,
         severity=book.severity,
@@ -100,7 +99,7 @@ def _finding(book: Playbook, patient: Patient) -> Finding:
         flags={name: flag for name, flag in patient.flags.known.items() if name in named},
         prescriptions=prescriptions(book, patient),
         expect=book.expect,
-        cost=max(cost.point, 0.0) if isinstance(cost, Number) and math.isfinite(cost.point) else None,
+        toll=book.cost.of(patient.lookup) if book.cost else None,
     )
 
 
@@ -115,9 +114,10 @@ def _bound_note(number: Number) -> str | None:
 def _explain(found: list[tuple[Playbook, Finding]]) -> list[Finding]:
     """Mark every finding that another one on the same engine explains."""
     causes: dict[str, str] = {}
-    for book, _ in sorted(found, key=lambda pair: _rank(pair[1])):
-        for consequence in book.explains:
-            causes.setdefault(consequence, book.id)
+    books = {finding.id: book for book, finding in found}
+    for finding in ranked([finding for _, finding in found]):
+        for consequence in books[finding.id].explains:
+            causes.setdefault(consequence, finding.id)
 
     def root(identity: str) -> str | None:
         cause = causes.get(identity)
@@ -126,10 +126,29 @@ def _explain(found: list[tuple[Playbook, Finding]]) -> list[Finding]:
     return [replace(finding, suppressed_by=root(finding.id)) for _, finding in found]
 
 
-def _rank(finding: Finding) -> tuple[bool, int, float, str, str]:
-    """Causes first, then the more severe, then the costlier."""
-    severity = SEVERITIES.index(finding.severity)
-    return finding.suppressed_by is not None, -severity, -(finding.cost or 0.0), finding.id, finding.instance
+def ranked(findings: Sequence[Finding]) -> list[Finding]:
+    """Causes first; of these what is to be cured, the costliest first; what is only worth knowing last.
+
+    The cost of one finding on several engines is what it costs on all of them.
+    """
+    costs: dict[tuple[str, str | None], float] = {}
+    for finding in findings:
+        kind = finding.id, finding.suppressed_by
+        costs[kind] = costs.get(kind, 0.0) + (finding.cost or 0.0)
+
+    def rank(finding: Finding) -> tuple[Any, ...]:
+        severity = SEVERITIES.index(finding.severity)
+        return (
+            finding.suppressed_by is not None,
+            finding.severity == "info",
+            -costs[finding.id, finding.suppressed_by],
+            -severity,
+            finding.id,
+            -(finding.cost or 0.0),
+            finding.instance,
+        )
+
+    return sorted(findings, key=rank)
 
 
 def _healthy(findings: Sequence[Finding], cannot_tell: Sequence[CannotTell]) -> bool:

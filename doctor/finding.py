@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from doctor.cost import Toll
 from doctor.flags import Flag
 from doctor.playbook import SEVERITIES, Severity
 from doctor.reading import Missing
@@ -60,9 +61,13 @@ class Finding:
     flags: Mapping[str, Flag]
     prescriptions: tuple[Prescription, ...]
     expect: Mapping[str, str]
-    cost: float | None
-    """Request-seconds of delay a second: how many requests are being held up, on average."""
+    toll: Toll | None
     suppressed_by: str | None = None
+
+    @property
+    def cost(self) -> float | None:
+        """Request-seconds of delay a second: how many requests are being held up, on average."""
+        return None if self.toll is None else self.toll.delay
 
 
 @dataclass(frozen=True)
@@ -167,5 +172,7 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
         ],
         "expect": dict(finding.expect),
         "cost": finding.cost,
+        "cost_seconds_a_request": None if finding.toll is None else finding.toll.per_request,
+        "cost_tokens_a_second": None if finding.toll is None else finding.toll.tokens,
         "suppressed_by": finding.suppressed_by,
     }

@@ -33,7 +33,7 @@ def _finding(number: int, alike: Sequence[Finding], queries: bool) -> str:
     parts = [f"## {number}. {first.severity}: {first.title} (`{first.id}`)", f"On {where}."]
     if first.suppressed_by is not None:
         return "\n\n".join([*parts, f"Explained by `{first.suppressed_by}`."])
-    if words := cost_words(first):
+    if words := cost_words(alike):
         parts.append(words[0].upper() + words[1:] + ".")
     parts.append(_evidence(first, queries))
     if first.flags:

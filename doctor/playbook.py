@@ -1,7 +1,8 @@
 """Playbooks: Markdown files whose front matter is the rule that the doctor runs.
 
-Keys: ``id title severity when for prescribe expect``, and where wanted ``cost`` (request-seconds of delay a
-second, for ranking), ``explains`` (findings that this one causes), ``show`` (more signals as evidence) and
+Keys: ``id title severity when for prescribe expect``; ``cost``, by which findings are ranked and which a
+page of severity info may lack (requests held up at any time, or ``{tokens: …}``, lost a second); and where
+wanted ``explains`` (findings that this one causes), ``show`` (more signals as evidence) and
 ``reproduce``. A file that breaks the schema is refused with the file, the key and what to write instead.
 """
 
@@ -16,6 +17,7 @@ from importlib import resources
 from typing import Any, Literal, cast, get_args
 
 from doctor import expression
+from doctor.cost import Cost
 from doctor.expectation import parse_expectation
 from doctor.experiment import ExperimentError, Reproduction, read_reproduction
 from doctor.expression import All, AnyOf, Clause, Comparison, Expression, ExpressionError
@@ -92,7 +94,7 @@ class Playbook:
     """How long an alert waits (``for:``)."""
     remedies: tuple[Remedy, ...]
     expect: Mapping[str, str]
-    cost: Expression | None
+    cost: Cost | None
     explains: tuple[str, ...]
     show: tuple[str, ...]
     reproduction: Reproduction
@@ -170,7 +172,6 @@ class _Reader:
             raise self.error("severity", f"must be one of {', '.join(SEVERITIES)}")
         if not _DURATION.fullmatch(self.text("for")):
             raise self.error("for", "write a duration such as 2m")
-        cost = self.matter.get("cost")
         return Playbook(
             id=self.text("id"),
             title=self.text("title"),
@@ -182,7 +183,7 @@ class _Reader:
                 for index, item in enumerate(self.sequence("prescribe", self.matter["prescribe"]))
             ),
             expect=self.expect(),
-            cost=None if cost is None else self.expression("cost", cost),
+            cost=self.cost(),
             explains=tuple(map(str, self.sequence("explains", self.matter.get("explains", [])))),
             show=self.show(),
             reproduction=self.reproduction(),
@@ -227,6 +228,18 @@ class _Reader:
             return read_reproduction(self.matter["reproduce"])
         except ExperimentError as error:
             raise self.error("reproduce", str(error)) from None
+
+    def cost(self) -> Cost | None:
+        given = self.matter.get("cost")
+        if given is None:
+            if self.text("severity") != "info":
+                raise self.error("cost", "is missing; say how many requests are held up, or {tokens: …}")
+            return None
+        if isinstance(given, dict):
+            if set(given) != {"tokens"}:
+                raise self.error("cost", "write an expression, or {tokens: an expression}")
+            return Cost(self.expression("cost.tokens", given["tokens"]), "tokens")
+        return Cost(self.expression("cost", given))
 
     def show(self) -> tuple[str, ...]:
         names = [str(name) for name in self.sequence("show", self.matter.get("show", []))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from doctor.cost import total
 from doctor.finding import NOT_JUDGED, CannotTell, Diagnosis, Evidence, Finding, Prescription
 from doctor.reading import Missing
 
@@ -68,7 +69,7 @@ def finding_lines(number: int, alike: Sequence[Finding], queries: bool) -> list[
     others = f" and {len(alike) - 1} more: {_some([f.instance for f in alike[1:]])}" if len(alike) > 1 else ""
     lines.append(f"   on {first.instance}{others}")
     if first.suppressed_by is None:
-        lines += [f"   {words}"] if (words := cost_words(first)) else []
+        lines += [f"   {words}"] if (words := cost_words(alike)) else []
         lines += [f"   {line}" for item in first.evidence for line in _evidence(item, queries)]
         lines += [
             f"   {name} = {_plain(flag.value)} ({flag.origin})" for name, flag in sorted(first.flags.items())
@@ -100,11 +101,10 @@ def prescription_lines(item: Prescription) -> list[str]:
     return lines
 
 
-def cost_words(finding: Finding) -> str | None:
-    """What the finding costs its users, where it can be estimated."""
-    if finding.cost is None or finding.cost < 0.05:
-        return None
-    return f"costs about {finding.cost:.2g} request-seconds of delay a second"
+def cost_words(alike: Sequence[Finding]) -> str | None:
+    """What findings of one id cost the users, on all their engines, where it can be estimated."""
+    toll = total(finding.toll for finding in alike)
+    return None if toll is None else toll.words()
 
 
 def verdict(diagnosis: Diagnosis) -> str | None:

@@ -1,0 +1,85 @@
+"""What a finding costs the users: seconds that they wait, or tokens that are not made.
+
+Both come down to requests held up at any time, so that findings can be ranked. By Little's law that many
+requests, over the rate at which they come, are the seconds that each of them loses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from doctor.expression import Expression, Lookup
+from doctor.reading import Number
+
+Unit = Literal["delay", "tokens"]
+NEGLIGIBLE = 0.05
+"""Requests held up, below which nothing is said."""
+_PACE = ("tpot_mean", "itl_mean")
+"""Seconds a token of one stream: what turns tokens lost into requests held up."""
+
+
+@dataclass(frozen=True)
+class Toll:
+    """``delay``: request-seconds a second, which are the requests held up at any time. ``rate``: requests a
+    second among which these are shared; ``tokens``: output tokens lost a second. None: not known."""
+
+    delay: float | None
+    rate: float | None = None
+    tokens: float | None = None
+
+    @property
+    def per_request(self) -> float | None:
+        """Seconds that a request loses."""
+        return self.delay / self.rate if self.delay is not None and self.rate else None
+
+    def words(self) -> str | None:
+        """For people; None where it is next to nothing."""
+        if self.tokens is not None and self.tokens >= 0.5:
+            return f"loses about {self.tokens:.0f} output tokens a second"
+        if self.delay is None or self.delay < NEGLIGIBLE:
+            return None
+        held = f"{self.delay:.2g} request{'' if 0.95 <= self.delay < 1.05 else 's'} held up at any time"
+        each = self.per_request
+        return f"costs about {each:.2g} s a request ({held})" if each is not None else f"about {held}"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A playbook's ``cost:``, in requests held up (``delay``) or in output tokens a second (``tokens``)."""
+
+    expression: Expression
+    unit: Unit = "delay"
+
+    def of(self, lookup: Lookup) -> Toll | None:
+        """None where the expression cannot be evaluated."""
+        amount = _point(self.expression.value(lookup))
+        if amount is None:
+            return None
+        rate = _point(lookup("request_rate"))
+        if self.unit == "delay":
+            return Toll(amount, rate)
+        pace = next((seconds for name in _PACE if (seconds := _point(lookup(name)))), None)
+        return Toll(None if pace is None else amount * pace, rate, amount)
+
+
+def total(tolls: Iterable[Toll | None]) -> Toll | None:
+    """Of several engines."""
+    known = [toll for toll in tolls if toll is not None]
+    if not known:
+        return None
+    return Toll(*(_added([getattr(toll, name) for toll in known]) for name in ("delay", "rate", "tokens")))
+
+
+def _added(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None
+
+
+def _point(value: object) -> float | None:
+    """The best figure, at least 0; None for what is missing or not finite."""
+    if not isinstance(value, Number) or not math.isfinite(value.point):
+        return None
+    return max(value.point, 0.0)
