@@ -273,7 +273,7 @@ def new_job(options: Options) -> Job:
         1 << 15,
         fix=job.fix,
         vary=job.vary,
-        around=Surroundings(job.server),
+        around=Surroundings(job.server, longest_request=1),  # it is not known yet
         file=SpaceFile.of(job.space) if job.space else None,
     )
     return job

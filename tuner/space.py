@@ -205,7 +205,13 @@ def build_space(
         whole["max_model_len"] = whole["max_model_len"] or max_model_len
     numbers = around.numbers(_numbers(_flatten(whole)))
     values = _flatten(whole)
-    axes = tuple(knob.axis(numbers, values.get(knob.name)) for knob in _in_touch(wanted, whole))
+    made = [knob.axis(numbers, values.get(knob.name)) for knob in _in_touch(wanted, whole)]
+    axes = tuple(axis for axis in made if len(axis.values) > 1)
+    notes += [
+        f"{axis.name} is not varied: only {render_value(axis.values[0])} is left here"
+        for axis in made
+        if axis not in axes
+    ]
     if not axes:
         raise SpaceError("nothing is left to vary. Fix fewer flags, or --vary one.")
     rules = (*RULES, *file.rules) if file else RULES

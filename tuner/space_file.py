@@ -51,7 +51,7 @@ class SpaceFile:
             _knob(str(flag).replace("-", "_"), given, f"{name}: knobs: {flag}")
             for flag, given in data["knobs"].items()
         )
-        constraints = data.get("constraints") or []
+        constraints = data.get("constraints", [])
         if not isinstance(constraints, list):
             raise SpaceError(f"{name}: constraints: must be a list.")
         rules = [_rule(item, f"{name}: constraints[{at}]") for at, item in enumerate(constraints)]

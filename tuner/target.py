@@ -99,7 +99,7 @@ def check_offered(job: Job, target: Target, note: Callable[[str], None]) -> None
     offered = target.offered_flags()
     if offered is None:
         return
-    around = Surroundings(job.server, offered=offered)
+    around = Surroundings(job.server, longest_request=1, offered=offered)  # of requests nothing is known yet
     for flag in job.flags:
         if around.spelling(flag) not in offered:
             near = offered.near(around.spelling(flag))

@@ -48,7 +48,7 @@ _SIGNS = [
 _PATTERNS = [(reason, re.compile(pattern, re.IGNORECASE)) for reason, pattern in _SIGNS]
 _ERROR = re.compile(r"\b\w*(Error|Exception): |\berror: ")
 _HEADLINE = re.compile(r"\bvalidation errors? for \w+$")
-_ELSEWHERE = re.compile("See (root cause|stack trace) above")
+_ELSEWHERE = re.compile("See (root cause|stack trace)|check the stack trace above")
 """Errors that only point to another one."""
 _BLANK = " \t│╭╮╰╯─"
 """Around a message: blanks, and the box that some programs draw."""
