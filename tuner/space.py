@@ -178,7 +178,10 @@ class Space:
 
     @cached_property
     def _lengths(self) -> dict[str, float]:
-        return self.around.numbers({})
+        lengths = self.around.numbers({})
+        if self.around.longest_request is None:  # then nothing is known to be too short for it
+            del lengths["longest_request"]
+        return lengths
 
 
 def build_space(
