@@ -11,6 +11,7 @@ from doctor import defaults
 from doctor.defaults import Engine, Platform, version_tuple
 from doctor.logfile import LogFacts
 from doctor.reading import Missing, Number, Reading
+from loadgen.sglang_flags import NAMES as SGLANG_NAMES
 
 Origin = Literal["given", "log", "metrics", "inferred", "default", "guessed"]
 """Who says so. ``default``: nobody set it, and this platform has just one; ``guessed``: it may be another."""
@@ -41,13 +42,6 @@ _BUNDLED = frozenset(
         "kv_cache_dtype",
     }
 )
-_SGLANG = {
-    "max_num_batched_tokens": "chunked_prefill_size",
-    "max_num_seqs": "max_running_requests",
-    "gpu_memory_utilization": "mem_fraction_static",
-    "kv_cache_dtype": "kv_cache_dtype",
-    "tensor_parallel_size": "tp_size",
-}
 
 
 @dataclass(frozen=True)
@@ -96,7 +90,7 @@ class Flags:
         name = "speculative_config" if name == "num_speculative_tokens" else name
         if self.engine == "vtune" and name not in _BUNDLED:
             return "the bundled engine has no such flag"
-        if self.engine == "sglang" and name not in _SGLANG:
+        if self.engine == "sglang" and name not in SGLANG_NAMES:
             return "SGLang has no such flag"
         since, version = _SINCE.get(name), version_tuple(self.version)
         if since and version and version < since:
@@ -105,7 +99,7 @@ class Flags:
 
     def spelled(self, name: str) -> str:
         """The engine's own name of a flag, in snake case."""
-        return _SGLANG.get(name, name) if self.engine == "sglang" else name
+        return SGLANG_NAMES.get(name, name) if self.engine == "sglang" else name
 
 
 def resolve(
