@@ -6,7 +6,8 @@ import functools
 import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,14 +102,40 @@ def is_away(error: BaseException | None) -> bool:
 
 
 class SharedStorage(optuna.storages.RDBStorage):
-    """An RDB that many workers use at once: it waits for a database that is away, and beats.
+    """An RDB that many workers use at once: it waits for a database that is away.
 
     ``record_heartbeat`` alone never waits: a beat that is late has no use.
     """
 
-    def __init__(self, url: str, patience: Patience, **options: Any) -> None:
-        self.patience = patience
-        super().__init__(url, **options)
+    def __init__(self, url: URL, heartbeat: Heartbeat, patience: Patience, **options: Any) -> None:
+        self.heartbeat, self.patience = heartbeat, patience
+        engine: dict[str, Any] = {"pool_pre_ping": True}
+        if url.get_backend_name() == "sqlite":
+            engine["connect_args"] = {"timeout": SQLITE_BUSY_SECONDS}
+        elif url.get_driver_name() in ("psycopg", "psycopg2"):
+            engine["connect_args"] = {k: v for k, v in _ANSWERS.items() if k not in url.query}
+        super().__init__(url.render_as_string(hide_password=False), engine, **options)
+        if url.get_backend_name() == "sqlite":
+            _serialise(self.engine)
+
+    def beating(self) -> SharedStorage:
+        """The same database, for a study whose trials live by heartbeats.
+
+        On such a storage Optuna warns of every trial that is asked for, so the configs' study has the other.
+        """
+        return SharedStorage(
+            make_url(self.url),
+            self.heartbeat,
+            self.patience,
+            skip_compatibility_check=True,
+            skip_table_creation=True,
+            heartbeat_interval=self.heartbeat.interval,
+            grace_period=self.heartbeat.grace,
+        )
+
+    def close(self) -> None:
+        self.remove_session()
+        self.engine.dispose()
 
     def set_trial_state_values(
         self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
@@ -177,7 +204,7 @@ def open_storage(
         try:
             if heartbeat is None:
                 return optuna.storages.RDBStorage(url)
-            return _open_shared(parsed, heartbeat, patience or Patience())
+            return SharedStorage(parsed, heartbeat, patience or Patience())
         except Exception as error:  # SQLAlchemy, the driver or Alembic, each with errors of its own
             if attempt < _OPENINGS and _is_race(error):
                 time.sleep(0.2 * attempt)
@@ -188,24 +215,12 @@ def open_storage(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _open_shared(url: URL, heartbeat: Heartbeat, patience: Patience) -> SharedStorage:
-    arguments: dict[str, Any] = {"pool_pre_ping": True}
-    if url.get_backend_name() == "sqlite":
-        arguments["connect_args"] = {"timeout": SQLITE_BUSY_SECONDS}
-    elif url.get_driver_name() in ("psycopg", "psycopg2"):
-        arguments["connect_args"] = {k: v for k, v in _ANSWERS.items() if k not in url.query}
+@contextmanager
+def experimental() -> Iterator[None]:
+    """Around Optuna's heartbeats, which it calls experimental; users need not be told so."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        storage = SharedStorage(
-            url.render_as_string(hide_password=False),
-            patience,
-            engine_kwargs=arguments,
-            heartbeat_interval=heartbeat.interval,
-            grace_period=heartbeat.grace,
-        )
-    if url.get_backend_name() == "sqlite":
-        _serialise(storage.engine)
-    return storage
+        yield
 
 
 def _serialise(engine: sqlalchemy.Engine) -> None:

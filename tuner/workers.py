@@ -26,7 +26,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from tuner.interrupts import Interrupts
 from tuner.machine import Machine
-from tuner.storage import SharedStorage
+from tuner.storage import SharedStorage, experimental
 from tuner.study import Proposal, Study
 
 MEMBERSHIP, TURN = "membership", "turn"
@@ -77,17 +77,13 @@ class SharedCrew(Crew):
         poll: float = 0.5,
     ) -> None:
         """``poll``: seconds between two looks at what another worker does."""
-        self._storage, self._record, self.machine, self._note, self._poll = (
-            storage,
-            record,
-            machine,
-            note,
-            poll,
-        )
+        self.machine, self._note, self._poll = machine, note, poll
+        with experimental():
+            self._storage = storage.beating()
         self._desk = optuna.create_study(
-            storage=storage, study_name=f"{record.study_name}/workers", load_if_exists=True
+            storage=self._storage, study_name=f"{record.study_name}/workers", load_if_exists=True
         )
-        self._pulse = Pulse(storage)
+        self._pulse = Pulse(self._storage)
         self._differing: set[str] = set()
         self.id = ""
         self._enlist()
@@ -102,6 +98,7 @@ class SharedCrew(Crew):
             for ticket in self._running():
                 if ticket.user_attrs["worker"] == self.id:
                     self._close(ticket.number)
+        self._storage.close()
 
     @contextmanager
     def turn(self, study: Study) -> Iterator[None]:
@@ -216,7 +213,8 @@ class SharedCrew(Crew):
         return [t.user_attrs["host"] for t in self._running(role) if _worker_id(t) in living]
 
     def _living(self) -> set[str]:
-        optuna.storages.fail_stale_trials(self._desk)
+        with experimental():
+            optuna.storages.fail_stale_trials(self._desk)
         return {_worker_id(t) for t in self._running(MEMBERSHIP)}
 
     def _running(self, role: str | None = None) -> list[FrozenTrial]:

@@ -6,10 +6,14 @@ import os
 import pwd
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psycopg
+import psycopg.sql
 
 from loadgen.targets.server import free_port
 
@@ -50,10 +54,13 @@ class Postgres:
             "--auth=scram-sha-256", "--no-sync", "--no-instructions", "--encoding=UTF8", "--locale=C",
         )  # fmt: skip
 
-    @property
-    def url(self) -> str:
+    def url_of(self, database: str) -> str:
         quoted = PASSWORD.replace("/", "%2F")
-        return f"postgresql+psycopg://{USER}:{quoted}@127.0.0.1:{self.port}/postgres"
+        return f"postgresql+psycopg://{USER}:{quoted}@127.0.0.1:{self.port}/{database}"
+
+    def create(self, database: str) -> None:
+        with psycopg.connect(self.url_of("postgres").replace("+psycopg", ""), autocommit=True) as connection:
+            connection.execute(psycopg.sql.SQL("CREATE DATABASE {}").format(psycopg.sql.Identifier(database)))
 
     def start(self) -> None:
         settings = {
@@ -102,14 +109,15 @@ class Postgres:
 
 
 @contextmanager
-def postgres(place: Path) -> Iterator[Postgres]:
-    """A server that runs in ``place``, which its user must be able to reach."""
-    server = Postgres(place)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.stop()
+def postgres() -> Iterator[Postgres]:
+    """A server that runs. Not below pytest's directory, which no other user may enter."""
+    with tempfile.TemporaryDirectory(prefix="vtune-postgres-") as place:
+        server = Postgres(Path(place))
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
 
 
 def _account() -> pwd.struct_passwd | None:

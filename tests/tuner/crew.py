@@ -1,0 +1,139 @@
+"""Workers as forked processes, each with the same job on an analytic target, and what became of them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+from analytic_target import AnalyticTarget
+
+from loadgen.target import OpenTarget
+from tuner.command import _common_verdict
+from tuner.interrupts import Interrupts
+from tuner.job import Job
+from tuner.machine import Machine
+from tuner.observer import Observer
+from tuner.optimize import Optimizer
+from tuner.slo import parse_slo
+from tuner.storage import Heartbeat, Patience, open_storage, open_study
+from tuner.trial import Bench
+from tuner.workers import SharedCrew
+
+HEARTBEAT = Heartbeat(interval=0.1, grace=1.0)
+JOB = Job(rate=1.0, budget=None, trials=10, run_seconds=60.0, pairs=2, strategy="random", prior="none")
+FORK = multiprocessing.get_context("fork")
+PATIENCE_SECONDS = 40.0
+
+
+class Diary(Observer):
+    """Writes down what it is told, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def note(self, text: str) -> None:
+        with open(self._path, "a") as file:
+            file.write(text + "\n")
+
+
+class Victim(AnalyticTarget):
+    """Comes to a halt in the middle of the load that ``halts`` picks, and says so in ``marker``."""
+
+    def __init__(self, marker: Path, halts: Callable[[Mapping[str, Any]], bool], **options: Any) -> None:
+        super().__init__(run_fault=self._halt, **options)
+        self._marker, self._halts = marker, halts
+
+    def _halt(self, config: Mapping[str, Any]) -> None:
+        if self._halts(config) and not self._marker.exists():
+            self._marker.write_text(json.dumps(dict(config)))
+            while self._marker.exists():
+                time.sleep(0.02)
+
+
+class Crew:
+    """Starts workers of one study in ``place``."""
+
+    def __init__(self, place: Path, url: str, job: Job = JOB) -> None:
+        self.place, self.url, self.job = place, url, job
+        self.workers: dict[str, Any] = {}
+
+    def start(self, name: str, target: OpenTarget | None = None, hardware: str = "a card") -> Any:
+        process = FORK.Process(target=self._work, args=(name, target or AnalyticTarget(), hardware))
+        process.start()
+        self.workers[name] = process
+        return process
+
+    def _work(self, name: str, target: Any, hardware: str) -> None:
+        out = self.place / name
+        out.mkdir()
+        storage = open_storage(self.url, HEARTBEAT, Patience(seconds=60.0, pause=0.05, longest_pause=0.2))
+        record = open_study(storage, "s", parse_slo(self.job.slo).objective)
+        diary = Diary(out / "diary")
+        machine = Machine(f"host-{name}", os.getpid(), hardware)
+        storage.patience = replace(storage.patience, notify=diary.note)
+        with SharedCrew(storage, record, machine, diary.note, poll=0.05) as crew:
+            optimizer = Optimizer(self.job, Bench(target, diary, Interrupts(), out), record, crew)
+            verdict = _common_verdict("s", optimizer, target)
+        (out / "verdict").write_text("\n".join(verdict.lines))
+        (out / "opened").write_text(str(len(target.opened)))
+
+    def finish(self, *names: str) -> None:
+        """Wait for the workers of these names, or for all."""
+        for name in names or tuple(self.workers):
+            self.workers[name].join(PATIENCE_SECONDS)
+            assert self.workers[name].exitcode == 0, (name, self.workers[name].exitcode, self.diary(name))
+
+    def kill(self, name: str) -> None:
+        os.kill(self.workers[name].pid, signal.SIGKILL)
+        self.workers[name].join()
+
+    def end(self) -> None:
+        for worker in self.workers.values():
+            if worker.is_alive():
+                worker.kill()
+            worker.join()
+
+    def diary(self, name: str) -> str:
+        path = self.place / name / "diary"
+        return path.read_text() if path.exists() else ""
+
+    def verdicts(self) -> set[str]:
+        return {path.read_text() for path in self.place.glob("*/verdict")}
+
+    def confirmers(self) -> list[str]:
+        return [path.parent.name for path in self.place.glob("*/confirmation")]
+
+    def trials(self) -> list[optuna.trial.FrozenTrial]:
+        storage = optuna.storages.RDBStorage(self.url)
+        try:
+            return optuna.load_study(study_name="s", storage=storage).trials
+        finally:
+            storage.remove_session()
+            storage.engine.dispose()
+
+    def launched(self) -> list[dict[str, Any]]:
+        told = [t.user_attrs["result"] for t in self.trials() if "result" in t.user_attrs]
+        return [r for r in told if r["status"] in ("measured", "stopped", "failed")]
+
+    def assert_each_config_was_measured_once(self, trials: int) -> None:
+        launched = self.launched()
+        configs = [json.dumps(r["config"], sort_keys=True) for r in launched]
+        assert len(set(configs)) == len(configs)
+        assert [r["origin"] for r in launched].count("baseline") == 1
+        assert len(launched) == 1 + trials
+        assert not [t.number for t in self.trials() if t.state.name == "RUNNING"]
+
+
+def wait_for(path: Path, seconds: float = PATIENCE_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.02)

@@ -1,0 +1,171 @@
+"""Workers that share a study: in an SQLite file, and in a real PostgreSQL that is restarted under them."""
+
+import os
+import signal
+import time
+
+import pytest
+from analytic_target import AnalyticTarget
+from crew import Crew, Victim, wait_for
+from postgres import postgres, reason_to_skip
+
+WITH_POSTGRES = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
+
+
+def any_load(config):
+    return True
+
+
+def not_the_baseline(config):
+    return config["max_num_batched_tokens"] != 2048
+
+
+def slow(config):
+    """A load takes long enough for workers to be at work at the same time."""
+    time.sleep(0.03)
+
+
+@pytest.fixture(scope="module")
+def database():
+    with postgres() as server:
+        yield server
+
+
+@pytest.fixture
+def crew_in(tmp_path):
+    crews = []
+
+    def make(url, **options):
+        crews.append(Crew(tmp_path / "workers", url, **options))
+        (tmp_path / "workers").mkdir()
+        return crews[-1]
+
+    yield make
+    for crew in crews:
+        crew.end()
+
+
+@pytest.fixture
+def fresh(database):
+    """The URL of an empty database."""
+    name = f"test_{os.urandom(4).hex()}"
+    database.create(name)
+    return database.url_of(name)
+
+
+@WITH_POSTGRES
+def test_four_workers_measure_each_config_once_and_agree(crew_in, fresh):
+    crew = crew_in(fresh)
+    for number in range(4):
+        crew.start(f"w{number}", AnalyticTarget(run_fault=slow))
+    crew.finish()
+    crew.assert_each_config_was_measured_once(trials=10)
+    assert len(crew.verdicts()) == 1
+    assert "confirmed on fresh runs" in crew.verdicts().pop()
+    assert len(crew.confirmers()) == 1
+    hosts = {t.user_attrs["worker"]["host"] for t in crew.trials() if "config" in t.user_attrs}
+    assert hosts <= {f"host-w{number}" for number in range(4)}
+    assert len(hosts) > 1, "they searched together"
+
+
+@WITH_POSTGRES
+def test_what_a_killed_worker_was_measuring_is_measured_elsewhere(crew_in, fresh, tmp_path):
+    crew = crew_in(fresh)
+    crew.start("victim", Victim(tmp_path / "halted", not_the_baseline))
+    wait_for(tmp_path / "halted")
+    for number in range(3):
+        crew.start(f"w{number}")
+    crew.kill("victim")
+    crew.finish("w0", "w1", "w2")
+    crew.assert_each_config_was_measured_once(trials=10)
+    assert len(crew.verdicts()) == 1
+    again = [t for t in crew.trials() if t.user_attrs.get("deaths")]
+    assert [t.user_attrs["deaths"] for t in again] == [1]
+    lost = [t for t in crew.trials() if t.state.name == "FAIL"]
+    assert lost[0].user_attrs["config"] == again[0].user_attrs["config"]
+    assert lost[0].user_attrs["worker"]["host"] == "host-victim"
+    assert again[0].user_attrs["worker"]["host"] != "host-victim"
+    assert "1 trial(s) whose worker died" in "".join(crew.diary(f"w{number}") for number in range(3))
+
+
+@WITH_POSTGRES
+def test_a_baseline_whose_worker_died_is_measured_by_one_of_those_that_wait(crew_in, fresh, tmp_path):
+    crew = crew_in(fresh)
+    crew.start("victim", Victim(tmp_path / "halted", any_load))
+    wait_for(tmp_path / "halted")
+    crew.start("w0")
+    crew.start("w1")
+    wait_for(crew.place / "w1" / "diary")
+    assert "baseline: left to the worker on host-victim" in crew.diary("w1")
+    crew.kill("victim")
+    crew.finish("w0", "w1")
+    crew.assert_each_config_was_measured_once(trials=10)
+    assert len(crew.verdicts()) == 1
+
+
+@WITH_POSTGRES
+def test_workers_outlast_a_database_that_restarts(crew_in, fresh, database, tmp_path):
+    crew = crew_in(fresh)
+    crew.start("halted", Victim(tmp_path / "halted", not_the_baseline))
+    wait_for(tmp_path / "halted")
+    crew.start("w0", Victim(tmp_path / "w0-halted", not_the_baseline))
+    wait_for(tmp_path / "w0-halted")
+    database.stop()
+    for marker in ("halted", "w0-halted"):  # both come to their ends while there is no database
+        (tmp_path / marker).unlink()
+    deadline = time.monotonic() + 60
+    while not all("does not answer" in crew.diary(name) for name in crew.workers):
+        assert time.monotonic() < deadline, crew.diary("w0")
+        time.sleep(0.05)
+    database.start()
+    crew.finish()
+    crew.assert_each_config_was_measured_once(trials=10)
+    assert len(crew.verdicts()) == 1
+    assert "the database answers again" in crew.diary("w0")
+
+
+@WITH_POSTGRES
+def test_one_that_was_taken_for_dead_goes_on_and_nothing_counts_twice(crew_in, fresh, tmp_path):
+    crew = crew_in(fresh)
+    sleeper = crew.start("sleeper", Victim(tmp_path / "halted", not_the_baseline))
+    wait_for(tmp_path / "halted")
+    os.kill(sleeper.pid, signal.SIGSTOP)
+    crew.start("w0")
+    crew.finish("w0")
+    (tmp_path / "halted").unlink()
+    os.kill(sleeper.pid, signal.SIGCONT)
+    crew.finish("sleeper")
+    crew.assert_each_config_was_measured_once(trials=10)
+    assert len(crew.verdicts()) == 1
+    assert "took this one for dead" in crew.diary("sleeper")
+
+
+@pytest.mark.parametrize("workers", [2])
+def test_two_workers_started_at_once_on_one_machine(crew_in, tmp_path, workers):
+    crew = crew_in(f"sqlite:///{tmp_path / 'study.db'}")
+    for number in range(workers):
+        crew.start(f"w{number}", AnalyticTarget(run_fault=slow))
+    crew.finish()
+    crew.assert_each_config_was_measured_once(trials=10)
+    assert len(crew.verdicts()) == 1
+    assert len(crew.confirmers()) == 1
+
+
+def test_who_comes_after_the_end_sees_the_verdict_and_starts_no_server(crew_in, tmp_path):
+    crew = crew_in(f"sqlite:///{tmp_path / 'study.db'}")
+    crew.start("w0")
+    crew.finish("w0")
+    crew.start("late")
+    crew.finish("late")
+    assert (crew.place / "late" / "opened").read_text() == "0"
+    assert len(crew.verdicts()) == 1
+
+
+def test_machines_that_differ_are_warned_of(crew_in, tmp_path):
+    crew = crew_in(f"sqlite:///{tmp_path / 'study.db'}")
+    crew.start("w0", hardware="1 x H100")
+    crew.finish("w0")
+    crew.start("w1", hardware="1 x A100")
+    crew.finish("w1")
+    assert "the workers' machines differ (1 x A100; 1 x H100)" in crew.diary("w1")
+    assert "differ" not in crew.diary("w0")
