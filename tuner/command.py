@@ -49,7 +49,7 @@ from tuner.verdict import Verdict, report_text
 from tuner.workers import join
 
 RUNS = Path("vtune-runs")
-OURS = ("port", "host", "uds")
+OURS = ("port", "host", "uds", "enable_metrics")
 """Flags of a server that the tuner sets itself."""
 INTERRUPTED = 130
 
@@ -267,6 +267,9 @@ def new_job(options: Options) -> Job:
         job = replace(job, fix=tuple(dict.fromkeys((*job.fix, SPECULATION))))
     check_target(job)
     make_simulator(job.prior, job.target, job.model, lambda text: None)  # or an error, before anything begins
+    if job.loads and not job.replay and job.rate is None and job.concurrency is None:
+        peak = job.loads[-1]  # what must hold holds there
+        job = replace(job, concurrency=round(peak)) if slo.saturated else replace(job, rate=peak)
     _check_flags(job)
     build_space(
         effective(job.flags, job.server),

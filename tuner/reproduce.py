@@ -14,6 +14,7 @@ from tuner.job import Job
 
 _SPELLED = {"run_seconds": "run-time"}
 _SECONDS = ("budget", "run_seconds")
+_IN_FLAGS = ("command", "env")
 _ALWAYS = ("slo", "target", "model")
 """Given even where they are the defaults: they say what the study was about."""
 
@@ -25,19 +26,27 @@ def command_of(job: Job, rate: float | None = None, concurrency: int | None = No
     """
     words = ["vtune", "optimize"]
     asked = {field.name: getattr(job, field.name) for field in fields(Job)}
+    asked = {name: value for name, value in asked.items() if name not in _IN_FLAGS} | {"flags": _flags(job)}
     if not job.replay and job.rate is None and job.concurrency is None:
         asked |= {"rate": None if rate is None else float(f"{rate:.4g}"), "concurrency": concurrency}
-    usual = Job()
+    usual = {**{field.name: getattr(Job(), field.name) for field in fields(Job)}, "flags": ""}
     for name, value in asked.items():
-        if name in _ALWAYS or value != getattr(usual, name):
+        if name in _ALWAYS or value != usual[name]:
             words += _option(name, value)
     return shlex.join(words)
 
 
+def _flags(job: Job) -> str:
+    """As the user gave them: with the environment and the program, where these were used."""
+    env = [f"{name}={shlex.quote(value)}" for name, value in job.env.items()]
+    program = job.command or ("vtune serve" if env else "")
+    return " ".join([*env, *filter(None, [program, shlex.join(render(job.flags))])])
+
+
 def _option(name: str, value: Any) -> list[str]:
     option = f"--{_SPELLED.get(name, name).replace('_', '-')}"
-    if name == "flags":
-        return [option, shlex.join(render(value))] if value else []
+    if name == "space":
+        return [option, value["file"]] if value else []
     if name == "replay":
         return _replay(value) if value else []
     if name == "baseline":

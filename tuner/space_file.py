@@ -46,7 +46,7 @@ class SpaceFile:
         """From a parsed file. Raises SpaceError; its message begins with ``name``."""
         if not isinstance(data, dict) or not isinstance(data.get("knobs"), dict) or not data["knobs"]:
             raise SpaceError(f"{name}: needs a mapping 'knobs' of flags to their values.")
-        _check_keys(data, ("knobs", "constraints"), name)
+        _check_keys(data, ("knobs", "constraints", "file"), name)
         knobs = tuple(
             _knob(str(flag).replace("-", "_"), given, f"{name}: knobs: {flag}")
             for flag, given in data["knobs"].items()
@@ -59,7 +59,7 @@ class SpaceFile:
 
 
 def read_space_file(path: Path) -> Mapping[str, Any]:
-    """The file's content, checked, as plain data that a study can keep. Raises SpaceError."""
+    """The file's content, checked, and its name, as plain data that a study can keep. Raises SpaceError."""
     import yaml
 
     name = f"--space {path}"
@@ -70,8 +70,7 @@ def read_space_file(path: Path) -> Mapping[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SpaceError(f"{name}: neither YAML nor JSON ({' '.join(str(error).split())}).") from None
     SpaceFile.of(data, name)
-    checked: Mapping[str, Any] = data
-    return checked
+    return {"file": str(path), **data}
 
 
 def _knob(name: str, given: Any, where: str) -> Knob:

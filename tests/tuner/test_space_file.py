@@ -88,7 +88,7 @@ def test_fix_and_vary_go_on_top_of_a_file() -> None:
         ({"knobs": {}}, "needs a mapping 'knobs'"),
         (
             {"knobs": {"a": [1]}, "constraint": []},
-            "unknown key 'constraint'; known are knobs, constraints. Did",
+            "unknown key 'constraint'; known are knobs, constraints, file. Did",
         ),
         ({"knobs": {"a": 1}}, "knobs: a: write the list of values"),
         ({"knobs": {"a": []}}, "knobs: a: has neither values nor low and high"),
@@ -113,10 +113,11 @@ def test_what_is_wrong_is_said(data: Any, says: str) -> None:
 
 def test_files_are_yaml_or_json(tmp_path: Path) -> None:
     path = tmp_path / "space"
+    content = {"file": str(path), "knobs": {"max_num_seqs": [8, 16]}}
     path.write_text("knobs: {max_num_seqs: [8, 16]}")
-    assert read_space_file(path) == {"knobs": {"max_num_seqs": [8, 16]}}
-    path.write_text(json.dumps(read_space_file(path)))
-    assert read_space_file(path) == {"knobs": {"max_num_seqs": [8, 16]}}
+    assert read_space_file(path) == content
+    path.write_text(json.dumps({"knobs": content["knobs"]}))
+    assert read_space_file(path) == content
     for text in ("knobs: [", "\x00", "!!python/object/apply:os.system [ls]"):
         path.write_text(text)
         with pytest.raises(SpaceError, match="neither YAML nor JSON"):

@@ -1,0 +1,123 @@
+"""From ``--target`` and ``--flags`` to a server, and what its program must take."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadgen.flags import parse_command
+from loadgen.targets.endpoint import EndpointTarget
+from loadgen.targets.offered_flags import OfferedFlags
+from loadgen.targets.server import ServerTarget
+from tuner.command import Options, new_job, run
+from tuner.job import Job
+from tuner.knobs import KNOBS
+from tuner.reproduce import command_of
+from tuner.space import SpaceError
+from tuner.target import TargetError, check_offered, make_target, started_as
+
+FAKE = Path(__file__).parents[1] / "fake_server.py"
+VLLM = "A=1 B='x y' numactl -N 0 /opt/bin/vllm serve 'my model' --max-num-seqs 64 --port 80"
+
+
+def launch(job: Job, **config: object) -> str:
+    return make_target(job, Path("out"), 60.0).launch_command({**job.flags, **config})
+
+
+def test_a_command_of_the_targets_kind_brings_its_program_and_environment() -> None:
+    job = new_job(Options(target="vllm", flags=VLLM))
+    assert job.flags == {"max_num_seqs": 64}
+    assert (job.env, job.model, job.server) == ({"A": "1", "B": "x y"}, "my model", "vllm")
+    shown = "A=1 B='x y' numactl -N 0 /opt/bin/vllm serve 'my model' --max-num-seqs 64 --port 8000"
+    assert launch(job) == shown
+    again = shlex.split(command_of(job))
+    assert again[again.index("--flags") + 1] == shown.removesuffix(" --port 8000")
+    assert Job.from_json(job.to_json()) == job
+
+
+@pytest.mark.parametrize(
+    ("target", "flags"),
+    [
+        ("bundled", VLLM),
+        ("sglang", VLLM),
+        ("vllm", "docker run -p 8000:8000 vllm/vllm-openai --model M --max-num-seqs 64"),
+        ("vllm", "--max-num-seqs 64"),
+        ("my-server {flags}", VLLM),
+    ],
+)
+def test_of_other_commands_only_the_flags_count(target: str, flags: str) -> None:
+    assert started_as(parse_command(flags), target) == {}
+
+
+def test_the_bundled_engine_takes_the_environment_alone() -> None:
+    job = new_job(Options(flags="OMP_NUM_THREADS=1 /elsewhere/vtune serve bundled --max-num-seqs 4"))
+    assert launch(job) == "OMP_NUM_THREADS=1 vtune serve bundled --max-num-seqs 4 --port 8000"
+    assert "--flags 'OMP_NUM_THREADS=1 vtune serve --max-num-seqs 4'" in command_of(job)
+
+
+def test_sglang_by_name_and_by_command() -> None:
+    job = new_job(Options(target="sglang", model="M", flags="--max-num-seqs 64"))
+    assert launch(job, max_num_batched_tokens=4096, enable_prefix_caching=False) == (
+        "python -m sglang.launch_server --model-path M --enable-metrics --max-running-requests 64 "
+        "--chunked-prefill-size 4096 --disable-radix-cache --port 8000"
+    )
+    text = "CUDA_VISIBLE_DEVICES=1 python3 -m sglang.launch_server --model-path M --enable-metrics --tp 2"
+    given = new_job(Options(target="sglang", flags=text))
+    assert given.flags == {"tensor_parallel_size": 2}
+    assert launch(given) == (
+        "CUDA_VISIBLE_DEVICES=1 python3 -m sglang.launch_server --model-path M --enable-metrics --tp-size 2 "
+        "--port 8000"
+    )
+
+
+class Answering(ServerTarget):
+    """A target whose program says what it takes."""
+
+    def __init__(self, *lacks: str) -> None:
+        super().__init__("vllm serve M {flags}")
+        names = [knob.flag for knob in KNOBS if knob.flag not in lacks] + ["max_model_len", "dtype"]
+        self._offered = OfferedFlags("/bin/vllm", "0.32.0", dict.fromkeys(names, ()))
+
+    def offered_flags(self) -> OfferedFlags:
+        return self._offered
+
+
+def check(target: ServerTarget, **options: object) -> list[str]:
+    said: list[str] = []
+    check_offered(new_job(Options(target="vllm", **options)), target, said.append)  # type: ignore[arg-type]
+    return said
+
+
+def test_flags_that_the_program_lacks_are_refused_before_anything_begins() -> None:
+    assert check(Answering(), flags="--dtype bfloat16") == [
+        "reading which flags the server takes (once for each version)"
+    ]
+    with pytest.raises(TargetError, match=r"vllm 0\.32\.0 has no --block-size\. Leave it out"):
+        check(Answering("block_size"), flags="--block-size 16")
+    with pytest.raises(TargetError, match=r"has no --max-num-seq \(did you mean --max-num-seqs\?\)"):
+        check(Answering(), flags="--max-num-seq 16")
+    with pytest.raises(SpaceError, match=r"the server 0\.32\.0 has no --max-num-partial-prefills"):
+        check(Answering("max_num_partial_prefills"), vary=("max_num_partial_prefills",))
+    with pytest.raises(SpaceError, match="no such flag"):
+        check(Answering(), vary=("made_up=1,2",))
+
+
+def test_a_server_that_runs_is_measured_and_left_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = shlex.join([sys.executable, "-S", str(FAKE), "m"])
+    with ServerTarget(f"{command} {{flags}}", log_dir=tmp_path).open({"max_num_seqs": 4}) as server:
+        options = Options(
+            target=server.url, flags="--max-num-seqs 4", rate=20.0, workload="chat", run_seconds=1.0
+        )
+        job = new_job(options)
+        assert isinstance(make_target(job, tmp_path, 60.0), EndpointTarget)
+        assert run(Options(**{**vars(options), "out": tmp_path / "out"})) == 0
+        assert server.scrape()  # it still runs
+    said = capsys.readouterr().out
+    assert "was measured as it runs and not restarted" in said
+    assert "The doctor: " in said
+    assert len(list((tmp_path / "out" / "trials").iterdir())) == 2  # the baseline's two loads
