@@ -11,6 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 _KV_LOG = re.compile(r"KV cache(?: size)?:?\s+([\d,]+) tokens", re.IGNORECASE)
 
 
+_SGLANG = {"sglang:num_running_reqs": "num_requests_running", "sglang:max_total_num_tokens": "kv_tokens"}
+
+
 @dataclass(frozen=True)
 class ServerFigures:
     """None where the server does not say."""
@@ -41,7 +44,8 @@ def _samples(text: str) -> dict[str, float]:
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         name = family.name.removeprefix("vllm:").removesuffix("_total")
-        if name not in ("num_preemptions", "num_requests_running", "cache_config_info"):
+        name = _SGLANG.get(name, name)
+        if name not in ("num_preemptions", "num_requests_running", "cache_config_info", "kv_tokens"):
             continue
         for sample in family.samples:
             if name == "cache_config_info":

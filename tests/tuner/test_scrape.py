@@ -29,3 +29,15 @@ def test_the_log_stands_in_for_the_pool():
 def test_other_values_of_the_cache_info_are_no_pool():
     unknown = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0\n'
     assert read_figures([(0, "# TYPE vllm:cache_config_info gauge\n" + unknown)]).kv_tokens is None
+
+
+def test_sglangs_names():
+    scrapes = [
+        (1, '# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs{engine_type="unified"} 3.0\n'),
+        (
+            2,
+            "# TYPE sglang:num_running_reqs gauge\nsglang:num_running_reqs 7.0\n"
+            "# TYPE sglang:max_total_num_tokens gauge\nsglang:max_total_num_tokens 665690.0\n",
+        ),
+    ]
+    assert read_figures(scrapes) == ServerFigures(kv_tokens=665_690, peak_running=7)
