@@ -246,6 +246,29 @@ def test_the_detail_is_the_line_that_explains() -> None:
     assert failure.detail.startswith("Value error, max_num_batched_tokens (4) must be")
 
 
+def test_pydantics_headline_is_shown_with_what_it_is_about() -> None:
+    log = """
+        pydantic_core._pydantic_core.ValidationError: 1 validation error for CacheConfig
+        gpu_memory_utilization
+          Input should be less than or equal to 1 [type=less_than_equal, input_value=1.7, input_type=float]
+            For further information visit https://errors.pydantic.dev/2.14/v/less_than_equal
+    """
+    failure = classify(log, 1)
+    assert failure.reason == "bad_flag"
+    assert "CacheConfig gpu_memory_utilization Input should be less than or equal to 1" in failure.detail
+
+
+def test_an_unknown_end_is_told_by_its_last_error_not_by_what_follows() -> None:
+    log = """
+        ValueError: invalid literal for int() with base 10: ''
+        RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+          warnings.warn('resource_tracker: There appear to be %d '
+    """
+    assert classify(log, 1).detail == (
+        "the server exited with status 1; its last error: ValueError: invalid literal for int() with base 10: ''"
+    )
+
+
 @pytest.mark.parametrize(
     ("log", "status", "reason"),
     [
@@ -283,6 +306,30 @@ def test_the_detail_is_the_line_that_explains() -> None:
         ),
         ("error: model '/x': no such file or directory, and not a hub id", 2, "model_not_found"),
         ("OSError: x is not a local folder and is not a valid model identifier", 1, "model_not_found"),
+        # The rest is what vLLM 0.32 on a CPU really said.
+        (
+            "RuntimeError: Worker failed with error 'Available memory on node 0 (21.08/23.54 GiB) on kv cache "
+            "allocation is less than requested memory for kv (300.0 GiB). Decrease --kv-cache-memory-bytes, "
+            "VLLM_CPU_KVCACHE_SPACE, or reduce CPU memory used by other processes.', please check the stack "
+            "trace above for the root cause\nRuntimeError: Engine core initialization failed. See root cause "
+            "above. Failed core proc(s): {}\n  warnings.warn('resource_tracker: There appear to be %d '",
+            1,
+            "out_of_memory",
+        ),
+        (
+            "huggingface_hub.errors.HFValidationError: Repo id must be in the form 'repo_name' or "
+            "'namespace/repo_name': '/no/such/model'. Use `repo_type` argument if needed.",
+            1,
+            "model_not_found",
+        ),
+        (
+            "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find an appropriate cached snapshot folder "
+            "for the specified revision on the local disk and outgoing traffic has been disabled.",
+            1,
+            "model_not_found",
+        ),
+        ("ValueError: No common block size for 24 (CPU_ATTN: [MultipleOf(32)]).", 1, "bad_flag"),
+        ("vllm: error: unrecognized arguments: --bogus-flag 1", 2, "bad_flag"),
     ],
 )
 def test_causes_are_read_from_logs(log: str, status: int, reason: str) -> None:
