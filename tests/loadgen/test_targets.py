@@ -208,6 +208,10 @@ def test_an_endpoint_that_does_not_speak_http() -> None:
         ("my-server", "my-server --max-num-seqs 4 --port 8000"),
         ("my-server {flags} --port={port} --end", "my-server --max-num-seqs 4 --port=8000 --end"),
         ("my-server --port 80 {flags}", "my-server --max-num-seqs 4 --port 8000"),
+        (
+            "docker run -p {port}:8000 image --model M {flags} --port 8000",
+            "docker run -p 8000:8000 image --model M --max-num-seqs 4 --port 8000",
+        ),
         ("my-server --port=80", "my-server --max-num-seqs 4 --port 8000"),
         ("A=1 B='x y' run me -p {port}", "A=1 B='x y' run me -p 8000 --max-num-seqs 4"),
         ("serve '{\"port\": 1}' {flags}", "serve '{\"port\": 1}' --max-num-seqs 4 --port 8000"),

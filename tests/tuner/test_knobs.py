@@ -151,6 +151,19 @@ def test_long_partial_prefills_exist_beside_partial_ones() -> None:
     assert kinds == {(None, 1), (1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4)}
 
 
+def test_the_engine_takes_every_config_that_no_rule_refuses() -> None:
+    """So that rules are the engine's own, as far as they do not depend on a model."""
+    from engine.config import EngineConfig, SpeculativeConfig
+
+    names = {knob.name: None for knob in knobs_of("bundled")}
+    found = space(around=Surroundings("bundled", longest_request=2000), vary=names)
+    configs = [c for c in found.draw(random.Random(3), 400) if not found.refusals(c)]
+    assert len(configs) > 50
+    for config in configs:
+        speculation = config[SPECULATION] and SpeculativeConfig.parse(config[SPECULATION])
+        EngineConfig(**{**config, SPECULATION: speculation}).validate()
+
+
 def test_defaults_stand_in_one_place() -> None:
     tokens = next(knob for knob in KNOBS if knob.name == "max_num_batched_tokens")
     assert [default_of(tokens, server) for server in ("bundled", "vllm")] == [2048, 2048]
