@@ -19,6 +19,7 @@ from loadgen.compare import compare
 from loadgen.flags import ServerCommand, parse_command
 from loadgen.target import Target
 from loadgen.targets.either import EitherTarget
+from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import PREFIX, SimulatedTarget
 from loadgen.workload import Schedule
 
@@ -160,9 +161,14 @@ def _sides(cure: Cure, target: str, flags: str, model: str, log_dir: Path | None
         device = SimulatedTarget(target, model)
         before = parse_command(flags) if flags.strip() else ServerCommand("")
         a, b = dict(before.flags), dict(before.with_flags(cure.changes).flags)
-        with device.open(a) as server:
-            length = server.max_model_len or _DEFAULT_CONTEXT
+        with device.open(a) as opened:
+            length = opened.max_model_len or _DEFAULT_CONTEXT
         sides = _Sides(device, a, b, lambda: length)
+    elif "{flags}" in target:
+        server = ServerTarget(target, log_dir=log_dir)
+        before = parse_command(flags) if flags.strip() else ServerCommand("")
+        a, b = dict(before.flags), dict(before.with_flags(cure.changes).flags)
+        sides = _Sides(server, a, b, lambda: _DEFAULT_CONTEXT)
     else:
         before = parse_command(target)
         if not before.program:

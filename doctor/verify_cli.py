@@ -32,7 +32,11 @@ def verify_command(
     ],
     load: Load,
     target: Annotated[
-        str, typer.Option(help="The command that starts your server, or simulated:h100 and the like.")
+        str,
+        typer.Option(
+            help="The command that starts your server (vllm serve …, vtune serve …, or any with {flags} in "
+            "it), or simulated:h100 and the like."
+        ),
     ],
     cure: Annotated[
         str | None, typer.Option(help="Flags to try: '--max-num-seqs 64'. [the file's prescription]")
@@ -40,7 +44,7 @@ def verify_command(
     prescription: Annotated[
         int | None, typer.Option(min=1, help="Which of the finding's prescriptions. [the first with flags]")
     ] = None,
-    flags: Annotated[str, typer.Option(help="Of a simulated target: the flags as they are.")] = "",
+    flags: Annotated[str, typer.Option(help="The flags as they are, where the target does not say.")] = "",
     model: Annotated[str, typer.Option(help="Of a simulated target: config.json or checkpoint.")] = "bundled",
     pairs: Annotated[int, typer.Option(min=2, help="Pairs of runs, in the order AB BA AB …")] = 4,
     slo: Annotated[str | None, typer.Option(help="Your objectives: itl_p99<50ms,ttft_p95<300ms.")] = None,
