@@ -11,6 +11,8 @@ from dataclasses import dataclass
 MIN_PAIRS, MAX_PAIRS = 3, 8
 CONFIRM_SHARE = 0.45
 """Share of a time budget that the confirmation may take, unless MIN_PAIRS need more."""
+LOADS_SHARE, LOADS_CONFIGS = 0.25, 3
+"""Of a budget, at most this share for the comparison at other loads; so many configs are measured there."""
 PAUSE = 2.0
 """Seconds around a run that are not the run: drawing the schedule, warm-up, scrapes, parsing."""
 
@@ -71,6 +73,8 @@ class Plan:
     budget_seconds: float | None
     max_trials: int | None
     spent_seconds: float
+    loads_seconds: float = 0.0
+    """Kept for the comparison at other loads."""
 
     @property
     def confirm_seconds(self) -> float:
@@ -82,7 +86,7 @@ class Plan:
         """Time left for trials; infinite without a time budget."""
         if self.budget_seconds is None:
             return math.inf
-        return max(0.0, self.budget_seconds - self.spent_seconds - self.confirm_seconds)
+        return max(0.0, self.budget_seconds - self.spent_seconds - self.confirm_seconds - self.loads_seconds)
 
     @property
     def affordable_trials(self) -> int:
@@ -99,9 +103,11 @@ class Plan:
                 f"the confirmation ({self.pairs} pairs of runs) comes after them and takes {confirm}"
             )
         budget, spent = format_seconds(self.budget_seconds), format_seconds(self.spent_seconds)
+        loads = f" and {format_seconds(self.loads_seconds)} for other loads" if self.loads_seconds else ""
         return (
             f"{cost}; of {budget}, {spent} are spent and {confirm} kept for the confirmation "
-            f"({self.pairs} pairs of runs), which leaves time for about {self.affordable_trials} trials"
+            f"({self.pairs} pairs of runs){loads}, "
+            f"which leaves time for about {self.affordable_trials} trials"
         )
 
 

@@ -105,12 +105,14 @@ def regimes(loads: Sequence[float], curves: Sequence[Curve], lower_is_better: bo
     return [*found, Regime(chosen[-1], begin, math.inf)]
 
 
-def advise(loads: Sequence[float], curves: Sequence[Curve], found: Sequence[Regime], unit: str) -> str:
-    """``Up to 6.3 req/s (95 % 5.1 … 7.8): speculative_config {…}; above it: off``, in a sentence."""
-    span = f"{loads[0]:g} to {loads[-1]:g} {unit}"
-    if len(found) == 1:
-        return f"One config suits every load tried ({span}): {_short(curves, found)[found[0].best]}"
+def advise(
+    loads: Sequence[float], curves: Sequence[Curve], found: Sequence[Regime], unit: str, metric: str
+) -> str:
+    """``By ITL P99 … up to 6.3 req/s (95 % 5.1 … 7.8) speculation k=3, above it no speculation``."""
     names = _short(curves, found)
+    if len(found) == 1:
+        span = f"{loads[0]:.3g} to {loads[-1]:.3g} {unit}"
+        return f"By {metric}, one config suits every load tried ({span}): {names[found[0].best]}"
     parts = []
     for place, regime in enumerate(found):
         if regime.crossing is None:
@@ -119,7 +121,7 @@ def advise(loads: Sequence[float], curves: Sequence[Curve], found: Sequence[Regi
         edge = regime.crossing
         where = f"up to {edge.at:.3g} {unit} ({_interval(edge)})"
         parts.append(f"{'then ' if place else ''}{where} {names[regime.best]}")
-    return f"The best config depends on the load: {', '.join(parts)}"
+    return f"By {metric}, the best config depends on the load: {', '.join(parts)}"
 
 
 def advised(found: Sequence[Regime], load: float) -> int:

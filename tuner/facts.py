@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from loadgen.target import Target
 from tuner.launch import launch
+from tuner.loads import Advice
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
 from tuner.regression import Recommendation, compare_with, recommendation
@@ -11,7 +12,9 @@ from tuner.report import Facts
 from tuner.reproduce import command_of
 
 
-def report_facts(name: str, optimizer: Optimizer, outcome: Outcome, target: Target) -> Facts:
+def report_facts(
+    name: str, optimizer: Optimizer, outcome: Outcome, target: Target, advice: Advice | None = None
+) -> Facts:
     """For a study whose baseline was begun."""
     job, study, survey = optimizer.job, optimizer.study, optimizer.survey
     baseline = study.baseline
@@ -42,4 +45,5 @@ def report_facts(name: str, optimizer: Optimizer, outcome: Outcome, target: Targ
         command=command_of(job, survey.rate, survey.concurrency),
         recommendation=recommended,
         regression=regression,
+        advice=advice,
     )

@@ -15,7 +15,7 @@ SHORT_SHARE = 0.4
 WARMUP = 2
 """Requests before a load, of the workload's first classes: a server's first steps are slow."""
 SEEDS = 10_000
-CONFIRM, _PROBE, _CAPACITY = 1_000, 2_000, 3_000
+CONFIRM, _PROBE, _CAPACITY, LEVEL = 1_000, 2_000, 3_000, 9_000
 
 
 class Traffic(Protocol):
@@ -36,6 +36,16 @@ class Traffic(Protocol):
 
     def confirmation(self, seed: int) -> Schedule:
         """A run that no trial has seen."""
+
+    @property
+    def unit(self) -> str:
+        """What a level of load is counted in."""
+
+    def levels(self) -> tuple[float, ...]:
+        """Levels that the traffic itself goes through, rising; () where it has but one."""
+
+    def at_level(self, level: float, repeat: int) -> Schedule:
+        """A run at another level of load, the ``repeat``-th of its kind."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +94,18 @@ class Load:
 
     def confirmation(self, seed: int) -> Schedule:
         return self._open(seed) if self.rate is not None else self._closed(seed, self.seconds, WARMUP)
+
+    @property
+    def unit(self) -> str:
+        return "requests in flight" if self.rate is None else "req/s"
+
+    def levels(self) -> tuple[float, ...]:
+        return ()
+
+    def at_level(self, level: float, repeat: int) -> Schedule:
+        closed = self.rate is None
+        other = replace(self, concurrency=round(level)) if closed else replace(self, rate=level)
+        return other.confirmation(self.seed * SEEDS + LEVEL + repeat)
 
     def _open(self, seed: int) -> Schedule:
         return self.workload.schedule(

@@ -16,7 +16,7 @@ from typing import Any
 
 from loadgen.traces import Trace, TraceError
 from loadgen.workload import Schedule
-from tuner.load import CONFIRM, SEEDS, SHORT_SHARE, WARMUP, cut
+from tuner.load import CONFIRM, LEVEL, SEEDS, SHORT_SHARE, WARMUP, cut
 from tuner.options import Replay
 
 BUSY = 0.9
@@ -24,6 +24,8 @@ BUSY = 0.9
 but the one busiest window is an accident."""
 _NEARLY = 0.1
 """A trace ends with its last arrival: a window that lacks so little of its length is whole."""
+VARIED = 2.0
+"""Times the quiet windows' rate: with less, one config is looked for, and no others by load."""
 MIN_REQUESTS = 10
 """A window with fewer says nothing about a percentile."""
 
@@ -132,6 +134,22 @@ class ReplayLoad:
     def confirmation(self, seed: int) -> Schedule:
         """A window of its own for every seed; with more seeds than windows at least the prompts differ."""
         return self.schedule(self.fresh[(seed - self.seed * SEEDS - CONFIRM) % len(self.fresh)], seed)
+
+    @property
+    def unit(self) -> str:
+        return "req/s"
+
+    def levels(self) -> tuple[float, ...]:
+        """The rates of a quiet, a usual and a busy window, where busy is VARIED times quiet or more."""
+        rates = sorted(window.rate for window in self.windows)
+        chosen = [rates[round(share * (len(rates) - 1))] for share in (1 - BUSY, 0.5, BUSY)]
+        return tuple(dict.fromkeys(chosen)) if chosen[-1] >= VARIED * chosen[0] else ()
+
+    def at_level(self, level: float, repeat: int) -> Schedule:
+        """The window whose rate is nearest; for further repeats the next nearest ones."""
+        by_distance = sorted(self.windows, key=lambda window: abs(math.log(window.rate / level)))
+        window = by_distance[repeat % len(by_distance)]
+        return self.schedule(window, self.seed * SEEDS + LEVEL + repeat)
 
     @property
     def description(self) -> str:

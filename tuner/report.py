@@ -20,6 +20,7 @@ from loadgen.slo import format_value
 from loadgen.stats import Distribution
 from tuner import plots
 from tuner.launch import Launch
+from tuner.loads import Advice
 from tuner.measure import pooled
 from tuner.outcome import Outcome, describe_trial, label
 from tuner.regression import KEY, Recommendation, Regression, show
@@ -61,6 +62,8 @@ class Facts:
     recommendation: Recommendation | None = None
     regression: Regression | None = None
     """The verdict on an earlier study, where one was given."""
+    advice: Advice | None = None
+    """Which config for which load."""
 
     @property
     def baseline(self) -> TrialResult | None:
@@ -95,6 +98,7 @@ class Facts:
             "command": self.command,
             KEY: self.recommendation.to_json() if self.recommendation else None,
             "regression": self.regression.to_json() if self.regression else None,
+            "advice": self.advice.to_json() if self.advice else None,
             "environment": environment(),
             "caveats": self.caveats,
         }
@@ -108,7 +112,9 @@ class Facts:
     @property
     def lines(self) -> tuple[str, ...]:
         """The verdict for people, what matters first, and how to launch it and go back."""
-        lines = [self.regression.sentence] if self.regression else [self.outcome.sentence]
+        lines = [self.regression.sentence if self.regression else self.outcome.sentence]
+        if self.advice is not None:
+            lines.append(self.advice.sentence)
         if self.best_launch is not None:
             lines.append(f"launch with: {self.best_launch.target}")
             lines.append(f"roll back with: {self.baseline_launch.target}")
