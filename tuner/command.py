@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import platform
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,24 +18,19 @@ from rich.console import Console
 from loadgen.arrivals import ArrivalError
 from loadgen.flags import FlagError, ServerCommand, parse_command
 from loadgen.slo import SloError
-from loadgen.target import Target
 from loadgen.targets.simulated import PREFIX, gpu_defaults
 from loadgen.workload import PRESETS as WORKLOADS
 from loadgen.workload import WorkloadError
 from loadgen.workload_file import is_file, read_workload
 from tuner.display import make_observer
-from tuner.facts import report_facts
 from tuner.interrupts import Interrupts
 from tuner.job import DEFAULT_BUDGET, DEFAULT_SIMULATED_BUDGET, Job, JobError
 from tuner.knobs import ENGINES
-from tuner.loads import Advice, compare_loads
 from tuner.optimize import Optimizer
-from tuner.outcome import Outcome
 from tuner.output import OutputError, locked
 from tuner.prior import PriorError, make_simulator
-from tuner.regression import KEY, PreviousError, Recommendation, read_previous
+from tuner.regression import PreviousError, Recommendation, read_previous
 from tuner.replay import digest, read_replay
-from tuner.report import write_report
 from tuner.reproduce import vary_words
 from tuner.slo import Slo, parse_slo
 from tuner.space import SPECULATION, SpaceError, Surroundings, build_space, effective
@@ -45,7 +39,7 @@ from tuner.storage import Heartbeat, StorageError, create_study, has_job, mask, 
 from tuner.strategies import AUTO, STRATEGIES
 from tuner.target import TargetError, check_offered, check_target, make_target, started_as
 from tuner.trial import Bench, SetupFailed
-from tuner.verdict import Verdict, report_text
+from tuner.verdict import come_to_verdict, conclude
 from tuner.workers import join
 
 RUNS = Path("vtune-runs")
@@ -145,9 +139,9 @@ def _run(options: Options, console: Console) -> int:
             optimizer = Optimizer(job, bench, record, crew)
             optimizer.simulator = make_simulator(job.prior, job.target, job.model, observer.note)
             try:
-                verdict = _common_verdict(name, optimizer, target)
+                verdict = come_to_verdict(name, optimizer, target)
             except KeyboardInterrupt:
-                verdict = _verdict(name, optimizer, target, optimizer.interrupted())
+                verdict = conclude(name, optimizer, target, optimizer.interrupted())
             except SetupFailed:
                 observer.note(f"what was measured is kept; go on with: {_resume_command(name, options)}")
                 raise
@@ -168,46 +162,6 @@ def _study(
         job = resumed_job(record, options)
     record.set_user_attr("job", job.to_json())
     return record, job, made is None
-
-
-def _common_verdict(name: str, optimizer: Optimizer, target: Target) -> Verdict:
-    """The study's verdict, which one of its workers comes to. Raises SetupFailed, KeyboardInterrupt."""
-    ended, record = optimizer.search(), optimizer.record
-
-    def known() -> Verdict | None:
-        return Verdict.of(record, optimizer.launched()) if optimizer.crew.shared else None
-
-    with optimizer.crew.sole("verdict", lambda: known() is not None) as mine:
-        if mine:
-            outcome = optimizer.conclude(ended)
-            verdict = _verdict(name, optimizer, target, outcome, compare_loads(optimizer, outcome))
-            replace(verdict, host=platform.node()).save(record)
-            return verdict
-    found = known()
-    assert found is not None, "one of the workers came to a verdict"
-    return found
-
-
-def _verdict(
-    name: str, optimizer: Optimizer, target: Target, outcome: Outcome, advice: Advice | None = None
-) -> Verdict:
-    """With its report written, once there is something to report."""
-    if target.estimate:
-        outcome = replace(outcome, sentence=f"ESTIMATE: {outcome.sentence}")
-    if not optimizer.begun:
-        lines, report = (outcome.sentence,), report_text([], outcome.kind, outcome.sentence)
-        return Verdict(outcome.exit_code, lines, report, files=(), launched=0)
-    facts = report_facts(name, optimizer, outcome, target, advice)
-    if facts.recommendation is not None:
-        optimizer.record.set_user_attr(KEY, facts.recommendation.to_json())
-    paths = write_report(facts)
-    return Verdict(
-        exit_code=facts.exit_code,
-        lines=facts.lines,
-        report=report_text(paths, outcome.kind, outcome.sentence),
-        files=tuple(map(str, paths)),
-        launched=optimizer.launched(),
-    )
 
 
 def new_job(options: Options) -> Job:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import platform
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import optuna
 from rich.console import Console
+
+from loadgen.target import Target
+from tuner.facts import report_facts
+from tuner.loads import Advice, compare_loads
+from tuner.optimize import Optimizer
+from tuner.outcome import Outcome
+from tuner.regression import KEY
+from tuner.report import write_report
 
 ATTRIBUTE = "verdict"
 
@@ -48,7 +57,53 @@ class Verdict:
         return cls(**{**saved, "lines": tuple(saved["lines"]), "files": tuple(saved["files"])})
 
 
-def report_text(files: Sequence[Path], kind: str, sentence: str) -> str:
+def come_to_verdict(name: str, optimizer: Optimizer, target: Target) -> Verdict:
+    """Search, confirm and report; of a study's workers one confirms, and all return what that one found.
+
+    Raises SetupFailed, KeyboardInterrupt.
+    """
+    ended, record = optimizer.search(), optimizer.record
+
+    def known() -> Verdict | None:
+        return Verdict.of(record, optimizer.launched()) if optimizer.crew.shared else None
+
+    with optimizer.crew.sole("verdict", lambda: known() is not None) as mine:
+        if mine:
+            outcome = optimizer.conclude(ended)
+            verdict = conclude(name, optimizer, target, outcome, compare_loads(optimizer, outcome))
+            if (other := known()) is not None:  # of a worker that took this one for dead meanwhile
+                return other
+            replace(verdict, host=platform.node()).save(record)
+            return verdict
+    found = known()
+    assert found is not None, "one of the workers came to a verdict"
+    return found
+
+
+def conclude(
+    name: str, optimizer: Optimizer, target: Target, outcome: Outcome, advice: Advice | None = None
+) -> Verdict:
+    """The verdict on ``outcome``, with its report written once there is something to report."""
+    if target.estimate:
+        outcome = replace(outcome, sentence=f"ESTIMATE: {outcome.sentence}")
+    if not optimizer.begun:
+        lines, report = (outcome.sentence,), _report_text([], outcome)
+        return Verdict(outcome.exit_code, lines, report, files=(), launched=0)
+    facts = report_facts(name, optimizer, outcome, target, advice)
+    if facts.recommendation is not None:
+        optimizer.record.set_user_attr(KEY, facts.recommendation.to_json())
+    paths = write_report(facts)
+    return Verdict(
+        exit_code=facts.exit_code,
+        lines=facts.lines,
+        report=_report_text(paths, outcome),
+        files=tuple(map(str, paths)),
+        launched=optimizer.launched(),
+    )
+
+
+def _report_text(files: Sequence[Path], outcome: Outcome) -> str:
     """The report that was written, as JSON; what there is to say where none was."""
     written = next((file for file in files if file.suffix == ".json"), None)
-    return written.read_text() if written else json.dumps({"verdict": kind, "sentence": sentence})
+    said = {"verdict": outcome.kind, "sentence": outcome.sentence}
+    return written.read_text() if written else json.dumps(said)

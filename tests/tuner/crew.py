@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -13,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import sqlalchemy
 from analytic_target import AnalyticTarget
 
 from loadgen.target import OpenTarget
-from tuner.command import _common_verdict
 from tuner.interrupts import Interrupts
 from tuner.job import Job
 from tuner.machine import Machine
@@ -25,12 +26,16 @@ from tuner.optimize import Optimizer
 from tuner.slo import parse_slo
 from tuner.storage import Heartbeat, Patience, open_storage, open_study
 from tuner.trial import Bench
+from tuner.verdict import come_to_verdict
 from tuner.workers import SharedCrew
 
-HEARTBEAT = Heartbeat(interval=0.1, grace=1.0)
-JOB = Job(rate=1.0, budget=None, trials=10, run_seconds=60.0, pairs=2, strategy="random", prior="none")
+HEARTBEAT = Heartbeat(interval=0.1, grace=600.0)
+"""However slowly a machine's tests run, nobody is taken for dead but by :meth:`Crew.bury`."""
+JOB = Job(rate=1.0, budget=None, trials=5, run_seconds=20.0, pairs=2, strategy="random", prior="none")
 FORK = multiprocessing.get_context("fork")
-PATIENCE_SECONDS = 40.0
+for _module in ("optuna.importance", "plotly.io", "scipy.stats"):
+    importlib.import_module(_module)  # what a report needs: here, and not in every fork
+PATIENCE_SECONDS = 120.0
 
 
 class Diary(Observer):
@@ -81,7 +86,7 @@ class Crew:
         storage.patience = replace(storage.patience, notify=diary.note)
         with SharedCrew(storage, record, machine, diary.note, poll=0.05) as crew:
             optimizer = Optimizer(self.job, Bench(target, diary, Interrupts(), out), record, crew)
-            verdict = _common_verdict("s", optimizer, target)
+            verdict = come_to_verdict("s", optimizer, target)
         (out / "verdict").write_text("\n".join(verdict.lines))
         (out / "opened").write_text(str(len(target.opened)))
 
@@ -94,6 +99,24 @@ class Crew:
     def kill(self, name: str) -> None:
         os.kill(self.workers[name].pid, signal.SIGKILL)
         self.workers[name].join()
+
+    def bury(self, name: str) -> None:
+        """Let the last heartbeat of a worker that is killed or stopped be an hour ago."""
+        storage = optuna.storages.RDBStorage(self.url)
+        try:
+            desk = optuna.load_study(study_name="s/workers", storage=storage)
+            study_id = storage.get_study_id_from_name("s/workers")
+            numbers = [t.number for t in desk.trials if t.user_attrs["host"] == f"host-{name}"]
+            pulses = [storage.get_trial_id_from_study_id_trial_number(study_id, n) for n in numbers]
+            past = (
+                "UPDATE trial_heartbeats SET heartbeat = heartbeat - INTERVAL '1 hour' WHERE trial_id = :id"
+            )
+            with storage.engine.begin() as connection:
+                for trial_id in pulses:
+                    connection.execute(sqlalchemy.text(past), {"id": trial_id})
+        finally:
+            storage.remove_session()
+            storage.engine.dispose()
 
     def end(self) -> None:
         for worker in self.workers.values():
