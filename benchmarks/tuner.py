@@ -1,0 +1,426 @@
+"""The tuner against other ways to search, on problems whose answers are known.
+
+    .venv/bin/python -m benchmarks.tuner [--quick] [--problems chat,rag] [--methods ours,TPE] [--seeds 30]
+
+Every problem is an exhaustive table (``tuner_problems.py``) behind the noise of real repeats
+(``tuner_noise.py``). Launches cost all methods the same seconds, and all have the same budget; what a method
+saves, it saves itself: by ending a run early, or by not launching at all. ``ours`` is the tuner's own code,
+``tuner.optimize.Optimizer``, on a bench that looks runs up: with rungs, early stops, the strategy and the
+confirmation, whose seconds count. It is run without a prior, with one that is wrong (another card, or
+coefficients 30 to 50 % off), and with one within a tenth.
+
+Columns: of all seeds, the median time until the config that a method would recommend is truly feasible and
+within 5 % of the best feasible one, in seconds and in launches, and the share of seeds that got there (those
+that did not count as never, in the median too); the median regret after 10, 20 and 30 launches, and of what is
+recommended in the end (no recommendation: the baseline's); launches that crashed, and those whose config truly
+misses the SLO, crashes included; seconds of the whole search; how many of the configs that were recommended
+miss the SLO on fresh runs. A search that never gets there is given the whole budget where times are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from benchmarks.tuner_bed import Bed, BudgetSpent, Ledger, Mark, World
+from benchmarks.tuner_noise import REPEATS, Noise
+from benchmarks.tuner_problems import PROBLEMS, Problem, Table, describe, table
+from benchmarks.tuner_rivals import RIVALS
+from loadgen.target import OpenTarget, Target
+from tuner.confirm import Confirmation, judge
+from tuner.interrupts import Interrupts
+from tuner.load import SHORT_SHARE, Traffic
+from tuner.observer import Observer
+from tuner.optimize import Optimizer
+from tuner.prior import Prediction, Prior
+from tuner.result import SERVES, TrialResult
+from tuner.rungs import reason_to_stop
+from tuner.space import Config
+from tuner.strategy_model import ModelStrategy
+from tuner.study import Proposal
+from tuner.survey import Survey
+from tuner.trial import Bench, Criteria
+
+NEAR = 0.05
+"""Within this share of the best a config is as good as found."""
+AT = (10, 20, 30)
+"""Launches after which regret is looked at."""
+CONTEXT = 32_768
+PREFILL_SPEED = 40_000.0
+OURS: Mapping[str, str | None] = {
+    "ours, no prior": None,
+    "ours, wrong prior": "wrong",
+    "ours, good prior": "good",
+}
+
+
+class TableTarget(Target):
+    """Never opened; its clock is the world's."""
+
+    name, restartable = "table", True
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def clock(self) -> float:
+        return self._world.seconds
+
+    @contextmanager
+    def open(self, config: Mapping[str, Any]) -> Iterator[OpenTarget]:
+        raise NotImplementedError("a table's runs are looked up")
+        yield
+
+    def launch_command(self, config: Mapping[str, Any]) -> str:
+        return "table"
+
+
+class TableBench(Bench):
+    """Trials whose rungs are looked up, judged between them as real ones are."""
+
+    def __init__(self, world: World, observer: Observer, out: Path) -> None:
+        super().__init__(TableTarget(world), observer, Interrupts(), out)
+        object.__setattr__(self, "world", world)
+
+    def trial(
+        self,
+        proposal: Proposal,
+        flags: Mapping[str, Any],
+        load_for: Callable[[OpenTarget], Traffic],
+        criteria: Criteria,
+        server: OpenTarget | None = None,
+    ) -> TrialResult:
+        world: World = self.__dict__["world"]
+        begun, entry = world.seconds, world.table.entry(flags)
+        start = world.start()
+
+        def result(status: Any, reason: str, **parts: Any) -> TrialResult:
+            seconds = {"start": start, "total": world.seconds - begun}
+            return TrialResult(
+                proposal.number, proposal.config, proposal.origin, status, reason, seconds=seconds, **parts
+            )
+
+        if entry.crash:
+            reason = f"did not start: out_of_memory: {entry.crash}"
+            return result("failed", reason, violations={SERVES: 1.0})
+        short, whole = world.measurements(entry)
+        world.load(entry, SHORT_SHARE)
+        reason = reason_to_stop(
+            short, criteria.short_bounds, criteria.slo.objective, criteria.incumbent, criteria.incumbent_whole
+        )
+        if not reason:
+            world.load(entry, 1 - SHORT_SHARE)
+        measured, bounds = (short, criteria.short_bounds) if reason else (whole, criteria.bounds)
+        return result(
+            "stopped" if reason else "measured",
+            reason,
+            violations={SERVES: 0.0, **measured.violations(bounds)},
+            measurement=measured,
+            short=short,
+        )
+
+
+class TablePrior(Prior):
+    """What a simulation with other coefficients says."""
+
+    def __init__(self, table: Table, flags: Callable[[Config], Mapping[str, Any]]) -> None:
+        super().__init__()
+        self.source, self._table, self._flags = "table", table, flags
+
+    def predict(self, config: Config) -> Prediction:
+        entry = self._table.entries[self._table.problem.key({**self._table.problem.baseline, **config})]
+        return Prediction(config, entry.figures, entry.crash)
+
+
+@dataclass
+class TableOptimizer(Optimizer):
+    """The tuner, whose fresh runs are looked up as well."""
+
+    prior: Table | None = None
+
+    def _begin(self, survey: Survey) -> None:
+        super()._begin(survey)
+        if self.prior is not None and isinstance(self.study.strategy, ModelStrategy):
+            self.study.strategy.prior = TablePrior(self.prior, self.flags)
+
+    def _confirm(self, best: TrialResult, baseline: TrialResult) -> Confirmation | str:
+        assert self.plan is not None, "the confirmation follows the plan"
+        world: World = self.bench.__dict__["world"]
+        sides = []
+        for flags in (self.job.flags, self.flags(best.config)):
+            entry = world.table.entry(flags)
+            world.start()
+            if entry.crash:
+                return f"did not start: {entry.crash}"
+            for _ in range(self.plan.pairs):
+                world.load(entry)
+            sides.append(world.fresh(flags, self.plan.pairs))
+        return judge(*sides, self.slo, best.number, baseline.feasible)
+
+
+class Bookkeeper(Observer):
+    """Keeps the ledger of a search of ours."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.ledger = world, Ledger()
+        self.flags: Callable[[Config], Mapping[str, Any]] = dict
+
+    def trial_ends(self, result: TrialResult, outcome: str) -> None:
+        flags = self.flags(result.config)
+        self.ledger.launches += 1
+        self.ledger.crashes += result.status == "failed"
+        self.ledger.infeasible += not self.world.table.feasible(flags)
+
+    def incumbent(self, result: TrialResult, outcome: str) -> None:
+        mark = Mark(self.world.seconds, self.ledger.launches, self.flags(result.config))
+        self.ledger.marks.append(mark)
+
+
+def search_ours(world: World, seed: int, prior: Table | None, strategy: str = "auto") -> Ledger:
+    problem = world.problem
+    job = replace(problem.job, seed=seed, strategy=strategy)
+    keeper = Bookkeeper(world)
+    record = optuna.create_study(direction=problem.slo.objective.direction)
+    survey = Survey(
+        CONTEXT, problem.start_seconds, PREFILL_SPEED, rate=problem.rate, concurrency=problem.concurrency
+    )
+    record.set_user_attr("survey", survey.to_json())
+    with tempfile.TemporaryDirectory() as out:
+        optimizer = TableOptimizer(job, TableBench(world, keeper, Path(out)), record, prior=prior)
+        keeper.flags = lambda config: {**problem.baseline, **optimizer.flags(config)}
+        outcome = optimizer.run()
+    if outcome.kind == "better" and outcome.best is not None:
+        keeper.ledger.recommended = keeper.flags(outcome.best.config)
+    keeper.ledger.seconds = world.seconds
+    return keeper.ledger
+
+
+def search_rival(name: str, world: World, seed: int) -> Ledger:
+    bed = Bed(world)
+    try:
+        bed.ledger.recommended = RIVALS[name](bed, seed)
+    except BudgetSpent:  # before its own rule could say anything
+        bed.ledger.recommended = None if bed.best is None else bed.best.flags
+    bed.ledger.seconds = world.seconds
+    return bed.ledger
+
+
+@dataclass(frozen=True)
+class Score:
+    """What came of one search. Infinite: never."""
+
+    problem: str
+    method: str
+    seed: int
+    seconds_to: float
+    launches_to: float
+    budget: float
+    regret_at: tuple[float, ...]
+    final: float
+    """Regret of what is recommended; that of the baseline where nothing is."""
+    recommended: bool
+    misses: bool
+    launches: int
+    crashes: int
+    infeasible: int
+    seconds: float
+    cpu: float
+
+
+def scored(world: World, method: str, seed: int, ledger: Ledger, cpu: float) -> Score:
+    table = world.table
+    reached = next((m for m in ledger.marks if table.regret(m.flags) <= NEAR), None)
+    baseline = world.problem.baseline
+
+    def regret_after(launches: int) -> float:
+        marks = [m for m in ledger.marks if m.launches <= launches]
+        return table.regret(marks[-1].flags if marks else None)
+
+    recommended = ledger.recommended
+    return Score(
+        problem=world.problem.name,
+        method=method,
+        seed=seed,
+        seconds_to=reached.seconds if reached else math.inf,
+        launches_to=reached.launches if reached else math.inf,
+        budget=world.problem.budget,
+        regret_at=tuple(regret_after(n) for n in AT),
+        final=table.regret(baseline if recommended is None else recommended),
+        recommended=recommended is not None,
+        misses=recommended is not None and world.misses(recommended),
+        launches=ledger.launches,
+        crashes=ledger.crashes,
+        infeasible=ledger.infeasible,
+        seconds=ledger.seconds,
+        cpu=cpu,
+    )
+
+
+@dataclass(frozen=True)
+class Contest:
+    """A problem with what its priors say."""
+
+    truth: Table
+    priors: Mapping[str, Table]
+
+    @property
+    def problem(self) -> Problem:
+        return self.truth.problem
+
+    def run(self, method: str, seed: int, noise: Noise) -> Score:
+        world, begun = World(self.truth, noise, seed), time.process_time()
+        if method in RIVALS:
+            ledger = search_rival(method, world, seed)
+        else:
+            kind = OURS.get(method)
+            ledger = search_ours(world, seed, None if kind is None else self.priors[kind])
+        return scored(world, method, seed, ledger, time.process_time() - begun)
+
+
+def contest(problem: Problem, kinds: Sequence[str]) -> Contest:
+    return Contest(table(problem), {kind: table(problem, kind) for kind in kinds})
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method on one problem, over its seeds."""
+
+    method: str
+    scores: Sequence[Score]
+
+    def median(self, name: str) -> float:
+        return statistics.median(getattr(score, name) for score in self.scores)
+
+    @property
+    def reached(self) -> float:
+        return statistics.mean(math.isfinite(score.seconds_to) for score in self.scores)
+
+    @property
+    def typical_seconds(self) -> float:
+        """Median seconds to within NEAR; the budget for those that never get there."""
+        return statistics.median(min(score.seconds_to, score.budget) for score in self.scores)
+
+    @property
+    def false_share(self) -> float:
+        """Of the recommendations."""
+        made = [score for score in self.scores if score.recommended]
+        return statistics.mean(score.misses for score in made) if made else math.nan
+
+    def cells(self) -> Iterator[str]:
+        yield self.method
+        yield _number(self.median("seconds_to"))
+        yield _number(self.median("launches_to"))
+        yield f"{self.reached:.0%}"
+        for at in range(len(AT)):
+            yield f"{statistics.median(score.regret_at[at] for score in self.scores):.0%}"
+        yield f"{self.median('final'):.0%}"
+        yield f"{statistics.mean(score.crashes for score in self.scores):.1f}"
+        yield f"{statistics.mean(score.infeasible for score in self.scores):.1f}"
+        yield f"{statistics.mean(score.launches for score in self.scores):.0f}"
+        yield _number(self.median("seconds"))
+        yield f"{sum(score.recommended for score in self.scores)}"
+        yield "n/a" if math.isnan(self.false_share) else f"{self.false_share:.0%}"
+
+
+HEADS = (
+    "method", "s to 5 %", "launches", "got there", *(f"regret@{n}" for n in AT), "in the end", "crashes",
+    "infeasible", "of", "s in all", "recommended", "false",
+)  # fmt: skip
+
+
+def _number(value: float) -> str:
+    return "never" if math.isinf(value) else f"{value:.0f}"
+
+
+def print_rows(title: str, rows: Sequence[Row]) -> None:
+    lines = [HEADS, *(tuple(row.cells()) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADS))]
+    print(f"\n{title}")
+    for line in lines:
+        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        print("  ".join((line[0].ljust(widths[0]), *cells)))
+
+
+def print_ratios(by_problem: Mapping[str, Sequence[Row]]) -> None:
+    """Ours against the best other, by the typical seconds to within NEAR."""
+    print("\nseconds to within 5 %, against the best other method of the problem (its own name behind)")
+    ours = [name for name in OURS if any(row.method == name for rows in by_problem.values() for row in rows)]
+    collected: dict[str, list[float]] = {name: [] for name in ours}
+    for problem, rows in by_problem.items():
+        others = [row for row in rows if row.method not in OURS]
+        if not others:
+            return
+        best = min(others, key=lambda row: row.typical_seconds)
+        ratios = {
+            row.method: row.typical_seconds / best.typical_seconds for row in rows if row.method in OURS
+        }
+        for name, ratio in ratios.items():
+            collected[name].append(ratio)
+        shown = "  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+        print(f"{problem:45} {shown}  ({best.method})")
+    for name, ratios_of in collected.items():
+        made = [
+            s
+            for rows in by_problem.values()
+            for row in rows
+            if row.method == name
+            for s in row.scores
+            if s.recommended
+        ]
+        false = statistics.mean(s.misses for s in made) if made else math.nan
+        mean = math.exp(statistics.mean(map(math.log, ratios_of)))
+        print(f"{name}: geometric mean {mean:.2f}; {len(made)} recommendations, {false:.1%} of them false")
+
+
+def chosen(names: Sequence[str], words: str) -> list[str]:
+    """Those that contain one of the words, or all."""
+    wanted = [word.strip().lower() for word in words.split(",") if word.strip()]
+    return [name for name in names if not wanted or any(word in name.lower() for word in wanted)]
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--problems", default="", help="words that their names contain; all by default")
+    parser.add_argument("--methods", default="", help="words that their names contain; all by default")
+    parser.add_argument("--seeds", type=int, default=30)
+    parser.add_argument("--quick", action="store_true", help="three seeds of two problems")
+    parser.add_argument("--noise", type=Path, default=REPEATS, help="the repeats to draw from")
+    parser.add_argument("--out", type=Path, help="write every search's score here, a JSON object a line")
+    given = parser.parse_args(words)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    noise = Noise.read(given.noise)
+    methods = chosen([*RIVALS, *OURS], given.methods)
+    kinds = [kind for name, kind in OURS.items() if kind and name in methods]
+    names = chosen([problem.name for problem in PROBLEMS], given.problems)[: 2 if given.quick else None]
+    by_problem: dict[str, list[Row]] = {}
+    for problem in PROBLEMS:
+        if problem.name not in names:
+            continue
+        found, rows = contest(problem, kinds), []
+        for method in methods:
+            scores = [found.run(method, seed, noise) for seed in range(3 if given.quick else given.seeds)]
+            rows.append(Row(method, scores))
+            if given.out:
+                with given.out.open("a") as file:
+                    file.writelines(json.dumps(asdict(score)) + "\n" for score in scores)
+        by_problem[problem.name] = rows
+        print_rows(describe(found.truth), rows)
+    print_ratios(by_problem)
+    cpu = sum(score.cpu for rows in by_problem.values() for row in rows for score in row.scores)
+    print(f"\n{cpu:.0f} s of processor time for the searches")
+
+
+if __name__ == "__main__":
+    main()
