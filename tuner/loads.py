@@ -74,9 +74,11 @@ def compare_loads(optimizer: Optimizer, outcome: Outcome) -> Advice | None:
     work = _Comparison(optimizer, levels)
     optimizer.observer.phase("other loads")
     candidates = work.candidates(outcome.best)
-    work.simulate(candidates)
+    with optimizer.spending("simulation"):
+        work.simulate(candidates)
     try:
-        work.measure(work.finalists(candidates))
+        with optimizer.spending("other loads"):
+            work.measure(work.finalists(candidates))
     except KeyboardInterrupt:
         optimizer.observer.note("other loads: interrupted; what was measured counts")
     except SetupFailed as failure:

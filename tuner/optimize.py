@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,6 +20,7 @@ from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload
 from loadgen.workload_file import workload_of
 from tuner.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
 from tuner.confirm import Confirmation, assess, record_directory
+from tuner.cost import SPENT_ON
 from tuner.job import Job
 from tuner.load import Load, Traffic, span
 from tuner.measure import goodput_bounds
@@ -107,9 +109,21 @@ class Optimizer:
     def conclude(self, ended: str) -> Outcome:
         """Confirm the best on fresh runs. Raises as :meth:`search`."""
         try:
-            return self._conclude(ended)
+            with self.spending("confirmation"):
+                return self._conclude(ended)
         finally:
             self._save_spent()
+
+    @contextmanager
+    def spending(self, purpose: str) -> Iterator[None]:
+        """Count the study's seconds meanwhile for ``purpose`` (see tuner.cost)."""
+        began = self.clock.spent
+        try:
+            yield
+        finally:
+            booked = dict(self.record.user_attrs.get(SPENT_ON, {}))
+            booked[purpose] = booked.get(purpose, 0.0) + self.clock.spent - began
+            self._save(SPENT_ON, booked)
 
     def launched(self) -> int:
         """How many trials of the study came to something that was measured."""
@@ -147,7 +161,9 @@ class Optimizer:
         try:
             with self.bench.open(self.job.flags) as server:
                 told = self._start_log(server)  # before a load fills its log
-                self._begin(replace(self._surveyed(server), **told))
+                with self.spending("survey"):
+                    survey = self._surveyed(server)
+                self._begin(replace(survey, **told))
                 self._trial(self._proposed_baseline(), server)
         except ServerFailed as failure:
             self._begin(self._blind_survey())
@@ -316,7 +332,9 @@ class Optimizer:
         if not isinstance(strategy, ModelStrategy) or not self._loaded:
             return
         self.observer.step("simulating configs")
-        if (simulator := self.simulator()) is not None:
+        with self.spending("simulation"):
+            simulator = self.simulator()
+        if simulator is not None:
             strategy.prior = SimulatedPrior(simulator, self.load, self.slo, self.flags)
             self.observer.note(f"prior: {strategy.prior.source}")
 
@@ -375,7 +393,8 @@ class Optimizer:
                 if over := self._over():
                     return over
                 self._queue_simpler()
-                proposal = self.study.propose()
+                with self.spending("choosing"):
+                    proposal = self.study.propose()
                 if proposal is None:
                     return self.study.strategy.exhausted
                 self.crew.begins(proposal)

@@ -72,7 +72,7 @@ class TrialResult:
     violations: Mapping[str, float] = field(default_factory=dict)
     log_tail: str = ""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """``start`` and ``total``."""
+    """``start``, ``warm-up``, ``load`` and ``total``."""
     kv_tokens: int | None = None
     """Size of the KV pool, as the server reported it."""
     peak_running: int | None = None

@@ -148,6 +148,8 @@ class Attempt:
     start_seconds: float = 0.0
     runs: list[Run] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
+    spent: dict[str, float] = field(default_factory=lambda: {"warm-up": 0.0, "load": 0.0})
+    """Seconds by purpose."""
 
     def __post_init__(self) -> None:
         self.begun = self.bench.target.clock()
@@ -178,7 +180,11 @@ class Attempt:
     def _rung(self, server: OpenTarget, schedule: Schedule, what: str) -> str:
         """Run one rung; returns what is wrong with the server, "" for nothing."""
         self.bench.observer.step(what, span(schedule))
+        began = self.bench.target.clock()
         records = self.bench.run(server, schedule)
+        loaded = max((request.end for request in records.requests), default=0) / 1e9
+        self.spent["load"] += loaded
+        self.spent["warm-up"] += max(0.0, self.bench.target.clock() - began - loaded)
         self.runs.append(Run(records, span(schedule)))
         path = Path("trials") / f"{self.proposal.number:03d}-{len(self.runs)}.json"
         records.save(self.bench.out / path)
@@ -222,7 +228,11 @@ class Attempt:
             origin=self.proposal.origin,
             status=status,
             reason=reason,
-            seconds={"start": self.start_seconds, "total": self.bench.target.clock() - self.begun},
+            seconds={
+                "start": self.start_seconds,
+                **self.spent,
+                "total": self.bench.target.clock() - self.begun,
+            },
             records=tuple(self.files),
             **parts,
         )
