@@ -25,7 +25,8 @@ COUNTS = ("failed", "backlog")
 Side = Literal["a", "b"]
 _ABBA: tuple[tuple[Side, Side], ...] = (("a", "b"), ("b", "a"))
 """Order of the sides in even and odd pairs: a drift of the machine hits both alike."""
-_MAY_DIFFER = {"url"}
+_MAY_DIFFER = {"url", "estimate"}
+"""What a simulation assumes depends on the config: two devices have a link between them."""
 _NO_ROOM = ("out_of_memory", "kv_cache_too_small", "killed")
 
 

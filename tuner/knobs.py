@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from doctor.defaults import NAMES, Engine, Platform
@@ -219,6 +220,12 @@ class Surroundings:
             **numbers,
         }
 
+    @property
+    def program(self) -> str:
+        """Who offers flags, for people: ``vllm 0.32.0``."""
+        assert self.offered is not None, "asked only where it is known"
+        return " ".join(filter(None, [Path(self.offered.program).name, self.offered.version]))
+
     def spelling(self, flag: str) -> str:
         """The server's own name of a flag."""
         return SPELLING.get(flag, flag) if self.server == "sglang" else flag
@@ -227,8 +234,7 @@ class Surroundings:
         """Why the knob is left alone here; "" where it can matter."""
         flag = self.spelling(knob.flag)
         if self.offered is not None and flag not in self.offered:
-            version = f" {self.offered.version}" if self.offered.version else ""
-            return f"the server{version} has no --{flag.replace('_', '-')}"
+            return f"{self.program} has no --{flag.replace('_', '-')}"
         if knob.flag == "gpu_memory_utilization" and self.memory and self.memory.pinned:
             return "the KV pool is set in bytes, which leaves it without effect"
         if beside := next((flag for flag in knob.idle_with if baseline.get(flag) is not None), None):

@@ -246,7 +246,10 @@ def _wanted(
         kept.append(around.narrowed(knob))
     for name, values in vary.items():
         if values is not None:
-            kept.append(_explicit(name, values, baseline, own))
+            knob = _explicit(name, values, baseline, own)
+            if reason := around.absent(knob, baseline):
+                raise SpaceError(f"--vary {name}: {reason}.")
+            kept.append(knob)
         elif not any(knob.name == name or knob.flag == name for knob in kept):
             kept += [_by_name(knob, baseline, around) for knob in own if knob.name == name]
     return kept, list(dict.fromkeys(notes))
@@ -309,7 +312,7 @@ def _check_names(
         offered = around.offered
         if offered is not None and around.spelling(flag.partition(".")[0]) not in offered:
             near = _near(flag, {*known, *offered.flags})
-            raise SpaceError(f"--vary {flag}: the server has no such flag{near}.")
+            raise SpaceError(f"--vary {flag}: {around.program} has no such flag{near}.")
         if values is None:
             near = _near(flag, known)
             raise SpaceError(

@@ -104,8 +104,7 @@ def check_offered(job: Job, target: Target, note: Callable[[str], None]) -> None
         if around.spelling(flag) not in offered:
             near = offered.near(around.spelling(flag))
             raise TargetError(
-                f"--flags: {Path(offered.program).name} {offered.version or ''} has no "
-                f"--{around.spelling(flag).replace('_', '-')}".replace("  ", " ")
+                f"--flags: {around.program} has no --{around.spelling(flag).replace('_', '-')}"
                 + (f" (did you mean --{near.replace('_', '-')}?)" if near else "")
                 + ". Leave it out."
             )

@@ -67,16 +67,14 @@ def test_a_flag_that_the_version_lacks_is_left_out_with_a_note() -> None:
     found = space("vllm", around=around)
     assert THRESHOLD not in found.flags
     assert found.notes == (
-        "long_prefill_token_threshold is not varied: the server 0.32.0 has no --long-prefill-token-threshold",
+        "long_prefill_token_threshold is not varied: server 0.32.0 has no --long-prefill-token-threshold",
     )
     assert found.baseline[THRESHOLD] == 0
 
 
 def test_what_was_asked_for_and_is_not_there_is_refused() -> None:
     around = Surroundings("vllm", offered=offered(*(k.flag for k in KNOBS if k.main)))
-    with pytest.raises(
-        SpaceError, match=r"max_num_partial_prefills: the server 0.32.0 has no --max-num-partial"
-    ):
+    with pytest.raises(SpaceError, match=r"max_num_partial_prefills: server 0.32.0 has no --max-num-partial"):
         space("vllm", around=around, vary={"max_num_partial_prefills": None})
     with pytest.raises(SpaceError, match=r"no such flag \(did you mean max_num_seqs\?\)"):
         space("vllm", around=around, vary={"max_num_seq": (1, 2)})

@@ -130,7 +130,7 @@ def test_a_knob_that_the_server_lacks_is_an_error() -> None:
     from loadgen.targets.offered_flags import OfferedFlags
 
     around = Surroundings("bundled", offered=OfferedFlags("x", "1.0", {"max_num_seqs": ()}))
-    with pytest.raises(SpaceError, match=r"block_size: cannot be varied: the server 1.0 has no --block-size"):
+    with pytest.raises(SpaceError, match=r"block_size: cannot be varied: x 1.0 has no --block-size"):
         space({"knobs": {"block_size": [16, 32]}}, around=around)
 
 

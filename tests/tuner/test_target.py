@@ -99,7 +99,7 @@ def test_flags_that_the_program_lacks_are_refused_before_anything_begins() -> No
         check(Answering("block_size"), flags="--block-size 16")
     with pytest.raises(TargetError, match=r"has no --max-num-seq \(did you mean --max-num-seqs\?\)"):
         check(Answering(), flags="--max-num-seq 16")
-    with pytest.raises(SpaceError, match=r"the server 0\.32\.0 has no --max-num-partial-prefills"):
+    with pytest.raises(SpaceError, match=r"vllm 0\.32\.0 has no --max-num-partial-prefills"):
         check(Answering("max_num_partial_prefills"), vary=("max_num_partial_prefills",))
     with pytest.raises(SpaceError, match="no such flag"):
         check(Answering(), vary=("made_up=1,2",))
