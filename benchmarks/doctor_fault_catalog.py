@@ -236,11 +236,11 @@ FAULTS = (
         "clients that hang up",
         "client-disconnects",
         {"do": "timeouts"},
-        setup(_chat(8, 128, 400), timeout=3.0),
+        setup(_arriving(1.0, 128, 400), timeout=3.0),
         (
-            setup(_chat(32, 500, 800), timeout=4.0),
+            setup(_arriving(5, 500, 800), timeout=4.0),
             setup(_arriving(10, 300, 600), timeout=3.0),
-            setup(_chat(64, 200, [200, 800]), timeout=5.0),
+            setup(_arriving(20, 200, [200, 800]), timeout=5.0),
         ),
     ),
     Fault(

@@ -39,7 +39,7 @@ from loadgen.record import Records
 EVERY_S = 15
 CASES = (*FAULTS, *CONTROLS)
 DEVICE, MODEL = "simulated:h100", "8b"
-SIMULATED_S = 300.0
+SIMULATED_S = 150.0
 
 
 @dataclass(frozen=True)
@@ -276,7 +276,7 @@ def main() -> None:
     )
     parser.add_argument("what", choices=("live", "simulated", "report"))
     parser.add_argument("--out", type=Path, required=True, help="where the outcomes are kept")
-    parser.add_argument("--seconds", type=float, help="of load (live: 80, simulated: 300)")
+    parser.add_argument("--seconds", type=float, help="of load (live: 80, simulated: 150)")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds after which live begins no case")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--quick", action="store_true", help="simulated: one set-up a fault")

@@ -76,6 +76,9 @@ class StatedEvaluator(Evaluator):
     def groups(self) -> Sequence[Group]:
         return [self._group]
 
+    def of_fleet(self) -> StatedEvaluator:
+        return self
+
     def cache_config(self) -> list[Mapping[str, str]]:
         return []
 

@@ -50,8 +50,8 @@ class Group(NamedTuple):
 Numbers = dict[Group, Number]
 
 
-def group_of(labels: Mapping[str, str]) -> Group:
-    return Group(*(labels.get(name, "") for name in GROUP_LABELS))
+def group_of(labels: Mapping[str, str], by: Sequence[str] = GROUP_LABELS) -> Group:
+    return Group(*(labels.get(name, "") if name in by else "" for name in GROUP_LABELS))
 
 
 def host_of(instance: str) -> str:
@@ -89,6 +89,14 @@ class Evaluator(ABC):
     @abstractmethod
     def numbers(self, node: Node) -> Numbers:
         """``node`` for the engines that have it. Engines without observations are absent."""
+
+    @abstractmethod
+    def of_fleet(self) -> Evaluator:
+        """The same window, with all engines of a model added up: one group a model."""
+
+    def read_all(self, signals: Sequence[Signal]) -> dict[str, dict[Group, Reading]]:
+        """Every signal by its name, as :meth:`read` gives it."""
+        return {signal.name: self.read(signal) for signal in signals}
 
     def query(self, signal: Signal) -> str:
         """The PromQL behind a signal's value."""
@@ -167,8 +175,15 @@ class ScrapeEvaluator(Evaluator):
     def groups(self) -> Sequence[Group]:
         return sorted(set().union(*(self._owners(key) for key in catalog.ANCHORS)))
 
+    def of_fleet(self) -> ScrapeEvaluator:
+        recording = Recording(self._series, np.array([], dtype=np.int64), ())
+        return ScrapeEvaluator(recording, self._span, replace(self.promql, by=("model_name",)))
+
     def cache_config(self) -> list[Mapping[str, str]]:
         return [series.labels for series in self._columns("cache_config", "")]
+
+    def _group(self, series: Series) -> Group:
+        return group_of(series.labels, self.promql.by)
 
     def numbers(self, node: Node) -> Numbers:
         match node:
@@ -225,7 +240,7 @@ class ScrapeEvaluator(Evaluator):
 
     def _owners(self, key: str) -> frozenset[Group]:
         suffix = "_count" if METRICS[key].kind == "histogram" else ""
-        return frozenset(group_of(series.labels) for series in self._columns(key, suffix))
+        return frozenset(self._group(series) for series in self._columns(key, suffix))
 
     def _columns(self, key: str, suffix: str) -> list[Series]:
         """A metric's series; of two names for one series, the newer (PromQL's ``or``)."""
@@ -241,7 +256,7 @@ class ScrapeEvaluator(Evaluator):
             value = self._over_time(series, how)
             if value is None:
                 continue
-            group = group_of(series.labels)
+            group = self._group(series)
             if group not in reduced:
                 reduced[group] = value
             else:
@@ -276,7 +291,7 @@ class ScrapeEvaluator(Evaluator):
             bound = _bound(series.labels.get("le", ""))
             grown = self._over_time(series, "increase")
             if bound is not None and grown is not None:
-                own = buckets.setdefault(group_of(series.labels), {})
+                own = buckets.setdefault(self._group(series), {})
                 own[bound] = own.get(bound, 0.0) + grown
         return buckets
 
@@ -300,7 +315,7 @@ class ScrapeEvaluator(Evaluator):
             seen: dict[Group, Values] = {}
             for series in self._columns(key, ""):
                 values = rangefuncs.instant(series.times, series.values, at)
-                group = group_of(series.labels)
+                group = self._group(series)
                 if group not in seen:
                     seen[group] = values
                 elif combine == "max":

@@ -81,7 +81,7 @@ def patients(
     engine: Engine | None,
 ) -> list[Patient]:
     evaluator = observation.evaluator
-    read = {name: evaluator.read(signal) for name, signal in SIGNALS.items()}
+    read = evaluator.read_all(list(SIGNALS.values()))
     queries = {name: evaluator.query(signal) for name, signal in SIGNALS.items()}
     configs = evaluator.cache_config()
     kind: Engine = engine or ("sglang" if observation.family == "SGLang" else "vllm")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from doctor.catalog import METRICS, Metric
@@ -28,8 +28,6 @@ from doctor.signals import (
 GROUP_LABELS = ("instance", "model_name", "engine")
 """One engine. Series that agree in these are added up; more instances are told apart."""
 
-_BY = f"by ({', '.join(GROUP_LABELS)})"
-_BY_LE = f"by (le, {', '.join(GROUP_LABELS)})"
 _FUNCTIONS = {
     "avg": "avg_over_time",
     "min": "min_over_time",
@@ -58,25 +56,28 @@ class PromQL:
     slo: Mapping[str, float] = field(default_factory=dict)
     offset_ms: int = 0
     """How long before the evaluation's instant the window ends."""
+    by: tuple[str, ...] = GROUP_LABELS
+    """What is told apart; everything else is added up, also histograms before their quantile."""
 
     def text(self, node: Node) -> str:
         """The query whose result has one element per engine."""
         match node:
             case OverTime(key, how):
                 combine = "max" if how == "resets" else METRICS[key].combine
-                return f"{combine} {_BY} ({self._ranges(key, '', _FUNCTIONS[how])})"
+                return f"{combine} {self._by} ({self._ranges(key, '', _FUNCTIONS[how])})"
             case Quantile(q, key):
-                return f"histogram_quantile({q:g}, sum {_BY_LE} ({self._ranges(key, '_bucket', 'increase')}))"
+                grown = self._ranges(key, "_bucket", "increase")
+                return f"histogram_quantile({q:g}, sum {self._by_le} ({grown}))"
             case HistogramSum(key, how):
-                return f"sum {_BY} ({self._ranges(key, '_sum', how)})"
+                return f"sum {self._by} ({self._ranges(key, '_sum', how)})"
             case Count(key, how):
-                return f"sum {_BY} ({self._ranges(key, '_count', _FUNCTIONS[how])})"
+                return f"sum {self._by} ({self._ranges(key, '_count', _FUNCTIONS[how])})"
             case Mean(key):
                 return f"{self.text(HistogramSum(key))} / {self.text(Count(key))}"
             case Above(key, _):
                 bound = bucket_bound(node, self.slo)
                 below = self._ranges(key, "_bucket", "increase", f'le=~"{bound:g}([.]0)?"')
-                return f"1 - sum {_BY} ({below}) / {self.text(Count(key))}"
+                return f"1 - sum {self._by} ({below}) / {self.text(Count(key))}"
             case Share(conditions):
                 held = [self._holds(condition) for condition in conditions]
                 return f"avg_over_time(({' * '.join(held)}){self._subquery()})"
@@ -99,6 +100,30 @@ class PromQL:
             case EnginesOnHost():
                 return self._beside(f"count by (host) ({self._hosts()})")
 
+    @property
+    def _by(self) -> str:
+        return f"by ({', '.join(self.by)})"
+
+    @property
+    def _by_le(self) -> str:
+        return f"by (le, {', '.join(self.by)})"
+
+    def together(self, nodes: Mapping[str, Node]) -> str:
+        """One query for several nodes; the label ``signal`` tells whose an element is."""
+        texts = [
+            f'label_replace({self.text(node)}, "signal", "{name}", "", "")' for name, node in nodes.items()
+        ]
+        while len(texts) > 1:  # in pairs: a chain would copy its growing left side again and again
+            pairs = [texts[at : at + 2] for at in range(0, len(texts), 2)]
+            texts = [f"({' or '.join(pair)})" for pair in pairs]
+        return texts[0]
+
+    def owners(self, names: Iterable[str]) -> str:
+        """Which engines have which of these sample names."""
+        matcher = f'__name__=~"{"|".join(sorted(names))}"'
+        where, window = self._where(matcher), duration(self.window_ms)
+        return f"count by (__name__, {', '.join(self.by)}) (last_over_time({where}[{window}]))"
+
     def _host_figure(self, key: str, how: str) -> str:
         """One figure a host."""
         name, window = METRICS[key].names[0], duration(self.window_ms)
@@ -110,25 +135,20 @@ class PromQL:
 
     def _hosts(self) -> str:
         """Every engine with its host, and the value 0."""
-        running = f"sum {_BY} ({self._ranges('running', '', 'last_over_time')})"
+        running = f"sum {self._by} ({self._ranges('running', '', 'last_over_time')})"
         return _with_host(f"0 * {running}")
 
     def _beside(self, figure: str) -> str:
         """A host's figure for each of its engines."""
-        return f"sum {_BY} ({self._hosts()} + on (host) group_left () ({figure}))"
+        return f"sum {self._by} ({self._hosts()} + on (host) group_left () ({figure}))"
 
     def bucket_bounds(self, key: str) -> str:
-        """Which ``le`` values a histogram has, per engine."""
-        return f"count {_BY_LE} ({self._ranges(key, '_bucket', 'last_over_time')})"
+        """Which ``le`` values a histogram has, and how often."""
+        return f"count {self._by_le} ({self._ranges(key, '_bucket', 'last_over_time')})"
 
     def labels(self, key: str) -> str:
         """The series of an info metric, with their labels."""
         return self._ranges(key, "", "last_over_time")
-
-    def engines(self, key: str) -> str:
-        """The engines that have a metric."""
-        suffix = "_count" if METRICS[key].kind == "histogram" else ""
-        return f"count {_BY} ({self._ranges(key, suffix, 'last_over_time')})"
 
     def labels_of(self, name: str) -> str:
         """The series of one sample name."""
@@ -160,7 +180,7 @@ class PromQL:
     def _instant(self, key: str) -> str:
         where = self._where()
         names = " or ".join(name + where for name in self.names(METRICS[key], ""))
-        return f"{METRICS[key].combine} {_BY} ({names})"
+        return f"{METRICS[key].combine} {self._by} ({names})"
 
     def _sum(self, gauges: tuple[str, ...]) -> str:
         texts = [self._instant(gauge) for gauge in gauges]

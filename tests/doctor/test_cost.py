@@ -101,7 +101,7 @@ def test_the_costlier_of_two_causes_comes_first() -> None:
 
 def test_causes_come_before_consequences_whatever_these_cost() -> None:
     found = ranked(replace(CAPPED, waiting=12, histograms={"ttft": {8.0: 10}, "queue_time": {8.0: 10}}))
-    assert [f.id for f in found][0] == "seq-cap"
+    assert found[0].id == "seq-cap"
     behind = [f for f in found if f.suppressed_by]
     assert {f.suppressed_by for f in behind} == {"seq-cap"}
     assert found[-len(behind) :] == behind

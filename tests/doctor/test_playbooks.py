@@ -251,7 +251,7 @@ Prose.
         ('{itl_p99: "-50%"}', '{itl: "-50%"}', r"expect: no signal 'itl'"),
         ("for: 2m", "for: 2m\nextra: 1", r"extra: unknown key"),
         ("cost: waiting_mean\n", "", r"cost: is missing; say how many requests are held up"),
-        ("cost: waiting_mean", "cost: {dollars: 1}", r"cost: write an expression, or {tokens: an expression}"),
+        ("cost: waiting_mean", "cost: {dollars: 1}", r"cost: write an expression, or {tokens: an exp"),
         ("cost: waiting_mean", "cost: waiting_men", r"cost: unknown name 'waiting_men'"),
         ("for: 2m", "for: [", r"front matter is not YAML"),
         ("---\nid", "id", r"must begin with front matter"),

@@ -1,0 +1,98 @@
+"""How long a diagnosis of a whole fleet takes, from a live Prometheus.
+
+    .venv/bin/python -m benchmarks.doctor_fleet [--engines 100] [--every 15] [--rounds 5]
+
+The scrapes of servers that run in virtual time, most of them healthy and some with a sequence cap, are given
+out to as many instances as asked for, and loaded into a Prometheus with ``promtool``. Printed are the queries
+of one diagnosis, and the wall-clock time of each round, with the share that Prometheus answered in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.doctor_loads import each
+from benchmarks.prometheus import load_recordings, prometheus
+from benchmarks.virtual_server import VirtualServer
+from doctor.diagnose import Diagnosis, diagnose
+from doctor.exposition import Recording, record
+from doctor.live import Ask
+from doctor.sources import PrometheusSource
+
+WINDOW_S = 300.0
+
+
+class Counted(PrometheusSource):
+    """A source that knows how often it has asked, and how long the answers took."""
+
+    queries = 0
+    seconds = 0.0
+
+    def _asker(self, at: float) -> Ask:
+        ask = super()._asker(at)
+
+        def counting(query: str) -> list:  # type: ignore[type-arg]
+            begun = time.perf_counter()
+            answer = ask(query)
+            self.queries += 1
+            self.seconds += time.perf_counter() - begun
+            return answer
+
+        return counting
+
+
+def fleet(engines: int, every: float) -> Iterator[tuple[Recording, dict[str, str]]]:
+    """One instance in ten has a sequence cap of 2."""
+    well, capped = (recording(every, flags) for flags in ({}, {"max_num_seqs": 2}))
+    for number in range(engines):
+        yield (capped if number % 10 == 0 else well), {"instance": f"host{number}:8000", "job": "vllm"}
+
+
+def recording(every: float, flags: dict[str, int]) -> Recording:
+    server = VirtualServer(seed=1, scrape_every=every, **flags)
+    server.poisson(1.1, each(200, 64), WINDOW_S)
+    return record(server.run(WINDOW_S))
+
+
+def look(url: str, at: float) -> tuple[Diagnosis, Counted, float]:
+    source = Counted(url, 'job="vllm"', at=at)
+    begun = time.perf_counter()
+    found = diagnose(source, {"max_num_seqs": 2}, window=WINDOW_S)
+    return found, source, time.perf_counter() - begun
+
+
+def table(rounds: int, look_once: Callable[[], tuple[Diagnosis, Counted, float]]) -> Iterator[str]:
+    yield "round  engines  capped found  queries  of them answered in  whole diagnosis"
+    for number in range(1, rounds + 1):
+        found, source, seconds = look_once()
+        capped = sum(finding.id == "seq-cap" for finding in found.findings)
+        yield (
+            f"{number:5d}  {len(found.engines):7d}  {capped:12d}  {source.queries:7d}  "
+            f"{source.seconds:17.2f} s  {seconds:13.2f} s"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engines", type=int, default=100)
+    parser.add_argument("--every", type=float, default=15.0, help="seconds between scrapes")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        loaded = list(fleet(options.engines, options.every))
+        load_recordings(loaded, directory)
+        at = float(loaded[0][0].times[-1]) / 1000
+        with prometheus(directory) as url:
+            for line in table(options.rounds, lambda: look(url, at)):
+                print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
