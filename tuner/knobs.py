@@ -27,7 +27,9 @@ SPECULATION = "speculative_config"
 DRAFTS = f"{SPECULATION}.num_speculative_tokens"
 METHOD = f"{SPECULATION}.method"
 THRESHOLD = "long_prefill_token_threshold"
-EVERY = ("bundled", "vllm", "sglang")
+SERVERS: Mapping[str, str] = {"bundled": "the bundled engine", "vllm": "vLLM", "sglang": "SGLang"}
+"""Kinds of server, and their names for people."""
+EVERY = tuple(SERVERS)
 ENGINES: Mapping[str, Engine] = {"bundled": "vtune", "vllm": "vllm", "sglang": "sglang"}
 """A kind of server -> whose defaults the doctor gives it."""
 

@@ -24,7 +24,9 @@ from tuner.axis import Axis, Param, Value, is_number
 from tuner.knobs import (
     DRAFTS,
     HELD,
+    KNOBS,
     METHOD,
+    SERVERS,
     SPECULATION,
     THRESHOLD,
     Knob,
@@ -309,6 +311,8 @@ def _check_names(
             raise SpaceError(f"{flag}: both --fix and --vary. Drop one.")
         if flag in known:
             continue
+        if any(flag in (knob.flag, knob.name) for knob in KNOBS):
+            raise SpaceError(f"--vary {flag}: {SERVERS[around.server]} has no such flag.")
         offered = around.offered
         if offered is not None and around.spelling(flag.partition(".")[0]) not in offered:
             near = _near(flag, {*known, *offered.flags})

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from doctor.defaults import NAMES
 from doctor.flags import SWITCHES, resolve
 from doctor.logfile import parse_log
-from tuner.knobs import ENGINES, KNOBS
+from tuner.knobs import ENGINES, HELD, knobs_of
 from tuner.memory import MemoryPlan
 
 LINES = 400
@@ -77,9 +77,9 @@ def _cache_config(metrics: str) -> dict[str, str]:
 
 
 def _varied(server: str) -> list[str]:
-    """The flags of the default search that the doctor knows, too."""
-    main = dict.fromkeys(knob.flag for knob in KNOBS if server in knob.servers)
-    return [name for name in main if name in NAMES]
+    """The flags of every config that the doctor knows, too."""
+    named = dict.fromkeys(knob.flag for knob in knobs_of(server) if knob.main or knob.name in HELD)
+    return [name for name in named if name in NAMES]
 
 
 def _sglang(log: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ def back(monkeypatch, tmp_path):
         (["--target", "nonsense"], "unknown. Give bundled, vllm, sglang, or a command"),
         (["--target", "http://"], "no server URL"),
         (["--target", "http://127.0.0.1:1", "--rate", "1"], "http://127.0.0.1:1/health: Connection refused"),
-        (["--target", "sglang", "--vary", "long_prefill_token_threshold"], "has no range of its own"),
+        (["--target", "sglang", "--vary", "long_prefill_token_threshold"], "SGLang has no such flag"),
         (["--target", "x -m sglang.launch_server --chunked-prefill-size 4 {flags}"], "move it to --flags"),
         (["--flags", "vtune serve --max-num-seq 4"], "(did you mean --max-num-seqs?)"),
         (["--vary", "max_num_seq=1,2"], "no such flag (did you mean max_num_seqs?)"),
