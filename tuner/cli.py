@@ -127,7 +127,18 @@ def optimize(
     study: Annotated[
         str | None, typer.Option(help="The study's name; an existing one is resumed. [made from the time]")
     ] = None,
-    storage: Annotated[str | None, typer.Option(help="Optuna RDB URL. [sqlite:///OUT/study.db]")] = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            envvar="VTUNE_STORAGE",
+            help="Database that workers on any machines share, e.g. postgresql+psycopg://USER@HOST/DB; each "
+            "of them is this same command with the same --study. [sqlite:///OUT/study.db, for this process]",
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many workers on this machine, each with its share of its GPUs. [1]"),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory for report, records and logs. [vtune-runs/STUDY]")
     ] = None,
@@ -201,6 +212,7 @@ def optimize(
         loads=loads,
         study=study,
         storage=storage,
+        workers=workers,
         out=out,
         start_timeout=times["--start-timeout"] or 600.0,
         as_json=json,

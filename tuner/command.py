@@ -26,6 +26,7 @@ from tuner.display import make_observer
 from tuner.interrupts import Interrupts
 from tuner.job import DEFAULT_BUDGET, DEFAULT_SIMULATED_BUDGET, Job, JobError
 from tuner.knobs import ENGINES
+from tuner.machine import visible_devices
 from tuner.optimize import Optimizer
 from tuner.output import OutputError, locked
 from tuner.prior import PriorError, make_simulator
@@ -39,8 +40,9 @@ from tuner.storage import Heartbeat, StorageError, create_study, has_job, mask, 
 from tuner.strategies import AUTO, STRATEGIES
 from tuner.target import TargetError, check_offered, check_target, make_target, started_as
 from tuner.trial import Bench, SetupFailed
-from tuner.verdict import come_to_verdict, conclude
+from tuner.verdict import Verdict, come_to_verdict, conclude
 from tuner.workers import join
+from tuner.workers_local import WorkersError, local_workers, shares
 
 RUNS = Path("vtune-runs")
 OURS = ("port", "host", "uds", "enable_metrics")
@@ -61,6 +63,7 @@ _EXPECTED = (
     PreviousError,
     OutputError,
     StorageError,
+    WorkersError,
     FlagError,
     SetupFailed,
     PriorError,
@@ -96,6 +99,7 @@ class Options:
     loads: str | None = None
     study: str | None = None
     storage: str | None = None
+    workers: int | None = None
     out: Path | None = None
     start_timeout: float = 600.0
     as_json: bool = False
@@ -125,6 +129,8 @@ def _run(options: Options, console: Console) -> int:
     job = new_job(options)  # before anything is created, so that a typing error leaves nothing behind
     if not job.simulated and not job.running:
         check_offered(job, make_target(job, RUNS, options.start_timeout), _noter(console))
+    if options.workers is not None and options.workers > 1:
+        return _run_workers(options, options.workers, name, job, console)
     shared = options.storage is not None
     with locked(options.out or RUNS / name, shared) as out, _storage(options.storage, out) as storage:
         record, job, joined = _study(storage, name, job, options)
@@ -148,6 +154,38 @@ def _run(options: Options, console: Console) -> int:
     verdict.show(console, options.as_json)
     if verdict.exit_code == INTERRUPTED:
         console.print(f"go on with: {_resume_command(name, options)}", markup=False, soft_wrap=True)
+    return verdict.exit_code
+
+
+def _run_workers(options: Options, count: int, name: str, job: Job, console: Console) -> int:
+    """As many workers on this machine; they do what :func:`_run` does, and this process looks after them."""
+    devices = shares(visible_devices(), count)
+
+    def show(line: str) -> None:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if devices[0] is None and not job.simulated:
+        show(
+            "no GPU is visible: the workers' servers share this machine and disturb each other's measurements"
+        )
+    with locked(options.out or RUNS / name) as out:
+        url = options.storage or f"sqlite:///{(out / 'study.db').resolve()}"
+        with _storage(url, out) as storage:
+            record, job, _ = _study(storage, name, job, options)
+            try:
+                with (
+                    Interrupts(),
+                    local_workers(name, url, out, devices, options.start_timeout, show) as workers,
+                ):
+                    statuses = workers.wait()
+            except KeyboardInterrupt:
+                show(f"go on with: {_resume_command(name, options)}")
+                raise
+            verdict = Verdict.of(record)
+    if verdict is None or max(statuses) > 1:
+        show(f"error: the workers ended with {', '.join(map(str, statuses))}; their logs are in {out}")
+        return max(statuses)
+    verdict.show(console, options.as_json)
     return verdict.exit_code
 
 
@@ -320,7 +358,7 @@ def resumed_job(record: optuna.Study, options: Options) -> Job:
     return replace(job, budget=options.budget, trials=options.trials)
 
 
-_FREE = {"budget", "trials", "study", "storage", "out", "start_timeout", "as_json"}
+_FREE = {"budget", "trials", "study", "storage", "workers", "out", "start_timeout", "as_json"}
 _FIXED = {f.name for f in fields(Options)} - _FREE
 
 
@@ -379,4 +417,6 @@ def _resume_command(name: str, options: Options) -> str:
         words += ["--out", str(options.out)]
     if options.storage is not None:
         words += ["--storage", mask(options.storage)]
+    if options.workers is not None:
+        words += ["--workers", str(options.workers)]
     return shlex.join(words)

@@ -41,7 +41,7 @@ class Verdict:
         """On stdout; where the report lies on ``console``."""
         sys.stdout.write((self.report.rstrip() if as_json else "\n".join(self.lines)) + "\n")
         sys.stdout.flush()
-        where = f" on {self.host}" if self.host else ""
+        where = f" on {self.host}" if self.host not in ("", platform.node()) else ""
         for file in self.files:
             console.print(f"report{where}: {file}", markup=False, highlight=False, soft_wrap=True)
 
@@ -49,10 +49,10 @@ class Verdict:
         record.set_user_attr(ATTRIBUTE, asdict(self))
 
     @classmethod
-    def of(cls, record: optuna.Study, launched: int) -> Self | None:
-        """The study's verdict on its ``launched`` trials, by whichever worker; None: there is none yet."""
+    def of(cls, record: optuna.Study, launched: int | None = None) -> Self | None:
+        """The study's verdict, by whichever worker; with ``launched`` only that on so many trials."""
         saved: Mapping[str, Any] | None = record.user_attrs.get(ATTRIBUTE)
-        if saved is None or saved["launched"] != launched:
+        if saved is None or launched not in (None, saved["launched"]):
             return None
         return cls(**{**saved, "lines": tuple(saved["lines"]), "files": tuple(saved["files"])})
 

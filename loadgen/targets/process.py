@@ -57,19 +57,24 @@ class ServerProcess:
     def stop(self) -> int:
         """End the whole tree and return the exit status. May be called again. An interrupt cuts it short."""
         try:
-            self._ask()  # from here on the tree ends, whatever happens to us
+            self.ask()  # from here on the tree ends, whatever happens to us
             self._supervisor.wait(self._grace + _MARGIN)
         except subprocess.TimeoutExpired:
             self._kill()
         except BaseException:
-            self._supervisor.terminate()
-            self._supervisor.wait(_MARGIN)
+            self.stop_at_once()
             raise
         if self._supervisor.stdin:
             self._supervisor.stdin.close()
         return self._supervisor.returncode
 
-    def _ask(self) -> None:
+    def stop_at_once(self) -> None:
+        """End the whole tree without grace."""
+        self._supervisor.terminate()
+        self._supervisor.wait(_MARGIN)
+
+    def ask(self) -> None:
+        """Let the tree end, with its grace, and do not wait for it."""
         if self._supervisor.stdin and not self._supervisor.stdin.closed:
             with contextlib.suppress(BrokenPipeError):  # it has ended
                 os.write(self._supervisor.stdin.fileno(), b".")
