@@ -6,16 +6,15 @@ is scraped every second of its virtual time, hundreds of times as often as a ser
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 
-from prometheus_client import Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.utils import floatToGoString
 from prometheus_client.values import MutexValue
 
-_CREATED = re.compile(r"(# (HELP|TYPE) )?[\w:]+_created[ {]")
+_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
 
 class Exposition:
@@ -25,16 +24,15 @@ class Exposition:
     """
 
     def __init__(self, families: Sequence[MetricWrapperBase]) -> None:
-        text = generate_latest(_Families(families)).decode()
         self._values = list(chain.from_iterable(map(_values, families)))
-        self._heads = list(_heads(text))
+        self._heads = list(chain.from_iterable(map(_heads, families)))
         self._seen: list[float | None] = [None] * len(self._heads)
         self._lines = [""] * len(self._heads)
 
     def render(self) -> str:
         """The text as of now."""
         seen, lines = self._seen, self._lines
-        numbers = chain.from_iterable(_read(values) for values in self._values)
+        numbers = chain.from_iterable(map(_read, self._values))
         for row, (number, head) in enumerate(zip(numbers, self._heads, strict=True)):
             if number != seen[row]:
                 seen[row] = number
@@ -42,27 +40,25 @@ class Exposition:
         return "".join(lines)
 
 
-class _Families:
-    """A registry of some families."""
-
-    def __init__(self, families: Sequence[MetricWrapperBase]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterable[Metric]:
-        return chain.from_iterable(family.collect() for family in self._families)
-
-
-def _heads(text: str) -> Iterator[str]:
-    """What stands before each number: the labelled name, and comments before that."""
-    comments = ""
-    for line in text.splitlines(keepends=True):
-        if _CREATED.match(line):
-            continue
-        if line.startswith("#"):
-            comments += line
+def _heads(family: MetricWrapperBase) -> Iterator[str]:
+    """What stands before each number of a family: the labelled name, and the comments before the first."""
+    name = f"{family._name}_total" if isinstance(family, Counter) else family._name
+    before = f"# HELP {name} {family._documentation}\n# TYPE {name} {family._type}\n"
+    for values, child in family._metrics.items():
+        labels = dict(zip(family._labelnames, values, strict=True))
+        if isinstance(child, Histogram):
+            for bound in child._upper_bounds:
+                yield f"{before}{name}_bucket{_labelled({**labels, 'le': floatToGoString(bound)})}"
+                before = ""
+            yield f"{name}_count{_labelled(labels)}"
+            yield f"{name}_sum{_labelled(labels)}"
         else:
-            yield comments + line.rpartition(" ")[0]
-            comments = ""
+            yield f"{before}{name}{_labelled(labels)}"
+        before = ""
+
+
+def _labelled(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{labels[name].translate(_ESCAPES)}"' for name in sorted(labels)) + "}"
 
 
 def _values(family: MetricWrapperBase) -> Iterator[tuple[MutexValue, ...]]:

@@ -192,7 +192,8 @@ class VirtualClient:
 
     def _advance(self) -> None:
         """The next event, or the next step of the server that is furthest behind."""
-        busy = sorted((s.now, number) for number, s in enumerate(self._servers) if s.busy)
+        busy = [(server.now, number) for number, server in enumerate(self._servers) if server.busy]
+        busy.sort()
         if self._events and (not busy or self._events[0][0] <= busy[0][0]):
             _, _, event = heapq.heappop(self._events)
             event()
