@@ -257,3 +257,15 @@ def test_another_file_is_no_benchmark(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(SourceError, match=r"--bench .*result\.json: "):
             diagnose(BenchmarkResult(path))
+
+
+def test_a_cpu_that_hundreds_of_sequences_use_up_is_the_cause_of_idle_gpus() -> None:
+    wide = replace(BASE, running=300)
+    found = diagnose(Scrapes(beside(wide, [40.0], cpu_idle=0.05)), {"max_num_seqs": 512})
+    assert [(f.id, f.suppressed_by) for f in found.findings] == [
+        ("scheduler-bound", None),
+        ("host-bound", "scheduler-bound"),
+    ]
+    assert found.findings[0].prescriptions[0].changes == {"max_num_seqs": 150}
+    rested = diagnose(Scrapes(beside(wide, [40.0], cpu_idle=0.6)), {"max_num_seqs": 512})
+    assert ids(rested) == {"host-bound"}

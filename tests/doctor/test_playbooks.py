@@ -23,6 +23,10 @@ LONG = {
     "prompt_length": {100.0: 9, 4000.0: 1},
     "prefill_time": {0.1: 9, 1.5: 1},
 }
+MIXED = {
+    "prefill_length": {100.0: 270, 4000.0: 30},
+    "prompt_length": {100.0: 270, 4000.0: 30},
+}
 QUEUE = {"queue_time": {8.0: 10}, "ttft": {8.1: 10}}
 SPECULATING = {"drafts": 1000, "draft_tokens": 5000, "accepted_tokens": 200}
 
@@ -131,6 +135,24 @@ CASES: dict[str, Case] = {
         replace(BASE, running=64, kv=0.97),
         flags={"gpu_memory_utilization": 0.85},
     ),
+    "budget-eats-pool": Case(
+        replace(BASE, running=64, kv=0.97, counters={"preemptions": 2}),
+        # The prompts are so long that the budget is used.
+        replace(
+            BASE,
+            running=64,
+            kv=0.97,
+            counters={"preemptions": 2},
+            histograms={"prompt_length": {9000.0: 10}, "prefill_length": {9000.0: 10}},
+        ),
+        flags={"max_num_batched_tokens": 16384},
+    ),
+    "long-and-short-mixed": Case(
+        replace(BASE, histograms={**MIXED, "ttft": {0.1: 270, 1.5: 30}}),
+        # The short ones are as slow: it is not the order.
+        replace(BASE, histograms={**MIXED, "ttft": {1.2: 270, 1.5: 30}}),
+        flags={"max_num_batched_tokens": 2048},
+    ),
     "ttft-slo-queue": Case(
         replace(BASE, running=64, waiting=15, kv=0.95, histograms=QUEUE),
         replace(BASE, running=64, waiting=5, kv=0.95, histograms=QUEUE),
@@ -139,7 +161,15 @@ CASES: dict[str, Case] = {
 
 
 SPECIAL = {
-    *("host-bound", "hardware-limit", "colocated", "slow-start", "baseline-shift", "model-changed"),
+    *(
+        "scheduler-bound",
+        "host-bound",
+        "hardware-limit",
+        "colocated",
+        "slow-start",
+        "baseline-shift",
+        "model-changed",
+    ),
     *("itl-spikes-outside-graphs", "invalid-measurement", "cold-requests"),
 }
 """Need more than one server's metrics; test_other_sources.py has their cases."""
