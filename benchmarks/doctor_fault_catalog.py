@@ -115,7 +115,7 @@ FAULTS = (
         "long prompts in one step",
         "itl-spikes-long-prefill",
         {"max_num_batched_tokens": "down"},
-        setup(_chat(8, 32, 128), _long(2600, 8), engine={"max_num_batched_tokens": 4096}),
+        setup(_chat(8, 32, 128), _long(1800, 12), engine={"max_num_batched_tokens": 2048}),
         (
             setup(
                 _chat(32, 100, 300),

@@ -9,6 +9,7 @@ from typing import Any
 
 from doctor.finding import CannotTell, Diagnosis, Evidence, Finding
 from doctor.flags import Engine
+from doctor.fleet import fleets
 from doctor.logfile import LogFacts
 from doctor.patient import Patient, patients, with_baseline
 from doctor.playbook import SEVERITIES, Playbook, load_all
@@ -77,6 +78,7 @@ def diagnose(
         idle=idle,
         engines=tuple(patient.name for patient in examined),
         notes=(*observation.notes, *objectives.notes, *_remarks(examined)),
+        fleets=fleets(observation.evaluator, examined),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from doctor.cost import Toll
 from doctor.flags import Flag
+from doctor.fleet import Fleet
 from doctor.playbook import SEVERITIES, Severity
 from doctor.reading import Missing
 from doctor.slo import Slo
@@ -95,6 +96,8 @@ class Diagnosis:
     idle: bool
     engines: tuple[str, ...]
     notes: tuple[str, ...]
+    fleets: tuple[Fleet, ...] = ()
+    """The models that several engines serve, each as one."""
 
     def worst(self) -> Severity | None:
         """The highest severity among findings that nothing else explains."""
@@ -129,6 +132,7 @@ class Diagnosis:
                 }
                 for item in self.cannot_tell
             ],
+            "fleets": [_fleet_json(fleet) for fleet in self.fleets],
             "healthy": self.healthy,
             "idle": self.idle,
             "not_judged": list(NOT_JUDGED),
@@ -143,6 +147,24 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _fleet_json(fleet: Fleet) -> dict[str, Any]:
+    return {
+        "model": fleet.model,
+        "engines": fleet.engines,
+        "figures": [
+            {
+                "signal": figure.signal,
+                "value": figure.value,
+                "unit": figure.unit,
+                "query": figure.query,
+                "lowest": {"instance": figure.lowest[0], "value": figure.lowest[1]},
+                "highest": {"instance": figure.highest[0], "value": figure.highest[1]},
+            }
+            for figure in fleet.figures
+        ],
+    }
 
 
 def _finding_json(finding: Finding) -> dict[str, Any]:

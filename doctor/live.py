@@ -30,7 +30,7 @@ class PrometheusEvaluator(Evaluator):
     def __init__(
         self, ask: Ask, promql: PromQL, owners: Mapping[str, frozenset[Group]] | None = None
     ) -> None:
-        self._ask = ask
+        self._ask = _remembered(ask) if owners is None else ask
         self._answers: dict[Node, list[Element]] = {}
         self._bound_cache: dict[str, dict[Group, list[float]]] = {}
         self._owned = self._who_has_what(promql) if owners is None else owners
@@ -142,6 +142,18 @@ class PrometheusEvaluator(Evaluator):
             bounds.setdefault(group_of(element["metric"]), {})[bound] = float(element["value"][1])
         alike = all(len(set(counts.values())) == 1 for counts in bounds.values())
         return {group: sorted(filter(math.isfinite, counts)) for group, counts in bounds.items()}, alike
+
+
+def _remembered(ask: Ask) -> Ask:
+    """Asks nothing twice: one moment is looked at, and a fleet has its engines' bucket bounds."""
+    known: dict[str, list[Element]] = {}
+
+    def ask_once(query: str) -> list[Element]:
+        if query not in known:
+            known[query] = ask(query)
+        return known[query]
+
+    return ask_once
 
 
 def _bounded(value: float, bounds: Sequence[float]) -> Number:

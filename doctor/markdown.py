@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from doctor.finding import NOT_JUDGED, Diagnosis, Finding
-from doctor.report import cannot_tell_lines, cost_words, grouped, prescription_lines, quantity, verdict
+from doctor.report import (
+    cannot_tell_lines,
+    cost_words,
+    fleet_lines,
+    grouped,
+    prescription_lines,
+    quantity,
+    verdict,
+)
 
 
 def as_markdown(diagnosis: Diagnosis, *, queries: bool = True) -> str:
@@ -18,6 +26,10 @@ def as_markdown(diagnosis: Diagnosis, *, queries: bool = True) -> str:
     ]
     if sentence := verdict(diagnosis):
         parts.append(f"**{sentence}**")
+    if lines := fleet_lines(diagnosis.fleets):
+        parts.append(
+            "\n".join(f"- {line.strip()}" if line.startswith(" ") else f"{line}\n" for line in lines)
+        )
     parts += [_finding(number, alike, queries) for number, alike in enumerate(grouped(diagnosis.findings), 1)]
     if missing := cannot_tell_lines(diagnosis.cannot_tell):
         parts.append("## Cannot tell\n\n" + "\n".join(f"- {line}" for line in missing))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from doctor.cost import total
 from doctor.finding import NOT_JUDGED, CannotTell, Diagnosis, Evidence, Finding, Prescription
+from doctor.fleet import Fleet
 from doctor.reading import Missing
 
 _MARK = {"critical": "CRITICAL", "warning": "WARNING", "info": "INFO"}
@@ -14,7 +15,7 @@ _MARK = {"critical": "CRITICAL", "warning": "WARNING", "info": "INFO"}
 
 def as_text(diagnosis: Diagnosis, *, queries: bool = True) -> str:
     """The whole report; ``queries`` prints the PromQL behind every figure."""
-    lines = [*_header(diagnosis), ""]
+    lines = [*_header(diagnosis), *fleet_lines(diagnosis.fleets), ""]
     for number, alike in enumerate(grouped(diagnosis.findings), start=1):
         lines += [*finding_lines(number, alike, queries), ""]
     if sentence := verdict(diagnosis):
@@ -51,6 +52,22 @@ def _header(diagnosis: Diagnosis) -> list[str]:
         f"window {diagnosis.window_s:.4g} s",
         f"Objectives: {diagnosis.slo.describe()}",
     ]
+
+
+def fleet_lines(fleets: Iterable[Fleet]) -> list[str]:
+    """Each fleet's figures, with the engines that have the lowest and the highest of their own."""
+    lines = []
+    for fleet in fleets:
+        lines.append(f"Fleet of {fleet.engines} engines{f', {fleet.model}' if fleet.model else ''}:")
+        for figure in fleet.figures:
+            (low, least), (high, most) = figure.lowest, figure.highest
+            line = f"   {figure.signal} = {quantity(figure.value, figure.unit)}"
+            if least != most:
+                line += (
+                    f"  ({quantity(least, figure.unit)} on {low} to {quantity(most, figure.unit)} on {high})"
+                )
+            lines.append(line)
+    return lines
 
 
 def grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
