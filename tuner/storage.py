@@ -166,7 +166,11 @@ def _patient(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in optuna.storages.BaseStorage.__abstractmethods__ - {"set_trial_state_values"}:
+_BEHIND_THE_CACHE = {"_create_new_trial", "_get_trials", "_get_stale_trial_ids"}
+"""What Optuna's cache, which it puts before every RDB, asks for beside the public operations."""
+for _name in (optuna.storages.BaseStorage.__abstractmethods__ | _BEHIND_THE_CACHE) - {
+    "set_trial_state_values"
+}:
     setattr(SharedStorage, _name, _patient(_name))
 del _name
 

@@ -14,10 +14,11 @@ worker; one whose worker is dead is queued again in somebody's next turn.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -85,6 +86,7 @@ class SharedCrew(Crew):
         )
         self._pulse = Pulse(self._storage)
         self._differing: set[str] = set()
+        self._next_check = time.monotonic()
         self.id = ""
         self._enlist()
 
@@ -155,12 +157,13 @@ class SharedCrew(Crew):
         self.seed_offset = SEED_STEP * number
         study_id = self._storage.get_study_id_from_name(self._desk.study_name)
         self._pulse.trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
-        self._pulse.beat()
+        self._storage.patience.call(self._pulse.beat)
         self._warn_of_others()
 
     def _warn_of_others(self) -> None:
         """Measurements of different machines differ, and the search takes them for the configs' doing."""
-        hardware = {t.user_attrs["hardware"] for t in self._desk.get_trials(deepcopy=False) if _is_member(t)}
+        members = [t for t in self._desk.get_trials(deepcopy=False) if _is_a(MEMBERSHIP, t)]
+        hardware = {t.user_attrs["hardware"] for t in members}
         if differing := hardware - self._differing - {self.machine.hardware}:
             self._differing |= differing
             self._note(
@@ -175,13 +178,15 @@ class SharedCrew(Crew):
         try:
             pause = 0.02
             while True:
-                living = self._living()
+                tickets = self._running()
+                living = self._living(tickets)
                 if self.id not in living:
                     self._close(mine)
                     self._enlist()
                     mine = self._ticket(TURN)
                     continue
-                ahead = [t for t in self._running(TURN) if t.number < mine and _worker_id(t) in living]
+                queue = [t for t in tickets if _is_a(TURN, t) and _worker_id(t) in living]
+                ahead = [t for t in queue if t.number < mine]
                 if not ahead:
                     break
                 time.sleep(min(pause, self._poll))
@@ -209,17 +214,25 @@ class SharedCrew(Crew):
 
     def _holders(self, role: str) -> list[str]:
         """Hosts of living workers that have the role: one or none."""
-        living = self._living()
-        return [t.user_attrs["host"] for t in self._running(role) if _worker_id(t) in living]
+        tickets = self._running()
+        living = self._living(tickets)
+        return [t.user_attrs["host"] for t in tickets if _is_a(role, t) and _worker_id(t) in living]
 
-    def _living(self) -> set[str]:
-        with experimental():
-            optuna.storages.fail_stale_trials(self._desk)
-        return {_worker_id(t) for t in self._running(MEMBERSHIP)}
+    def _living(self, tickets: Sequence[FrozenTrial] | None = None) -> set[str]:
+        """Ids of the workers that live, by ``tickets`` that run (those of now)."""
+        return {_worker_id(t) for t in tickets or self._running() if _is_a(MEMBERSHIP, t)}
 
-    def _running(self, role: str | None = None) -> list[FrozenTrial]:
-        trials = self._desk.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
-        return [t for t in trials if role is None or t.user_attrs["role"] == role]
+    def _running(self) -> list[FrozenTrial]:
+        """The tickets and memberships that run; now and then those of dead workers are found out first.
+
+        After the database was away nobody is judged for a while: nobody could beat.
+        """
+        now = time.monotonic()
+        if now >= self._next_check and now - self._pulse.steady_since >= self._storage.heartbeat.grace:
+            with experimental():
+                optuna.storages.fail_stale_trials(self._desk)
+            self._next_check = now + self._storage.heartbeat.interval
+        return self._desk.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
     def _ticket(self, role: str, **attributes: Any) -> int:
         """A new ticket's number."""
@@ -233,7 +246,7 @@ class SharedCrew(Crew):
         }
         self._desk.add_trial(create_trial(state=TrialState.RUNNING, user_attrs=attributes))
         # A reply that was lost with its connection may have left two of them; the later one binds nobody.
-        found = [t.number for t in self._running(role) if t.user_attrs["token"] == token]
+        found = [t.number for t in self._running() if t.user_attrs["token"] == token]
         for superfluous in found[1:]:
             self._close(superfluous)
         return found[0]
@@ -262,6 +275,8 @@ class Pulse:
     def __init__(self, storage: SharedStorage) -> None:
         self._storage = storage
         self.trial_id = -1
+        self.steady_since = -math.inf
+        """On the monotonic clock: no beat has failed since."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="vtune-pulse", daemon=True)
 
@@ -275,19 +290,27 @@ class Pulse:
     def beat(self) -> None:
         self._storage.record_heartbeat(self.trial_id)
 
+    def try_to_beat(self) -> None:
+        """Whatever the database says to it: who works with it will tell."""
+        try:
+            self.beat()
+        except Exception:
+            self.steady_since = math.inf
+        else:
+            self.steady_since = min(self.steady_since, time.monotonic())
+
     def _beat_on(self) -> None:
         interval = self._storage.get_heartbeat_interval()
         assert interval is not None, "a shared storage has heartbeats"
         try:
             while not self._stop.wait(interval):
-                with contextlib.suppress(Exception):  # the database is away; the thread of the work says so
-                    self.beat()
+                self.try_to_beat()
         finally:
             self._storage.remove_session()
 
 
-def _is_member(ticket: FrozenTrial) -> bool:
-    return bool(ticket.user_attrs["role"] == MEMBERSHIP)
+def _is_a(role: str, ticket: FrozenTrial) -> bool:
+    return bool(ticket.user_attrs["role"] == role)
 
 
 def _worker_id(ticket: FrozenTrial) -> str:
