@@ -1,9 +1,8 @@
 """What may be varied around a baseline, and the rules that a config must hold before any launch.
 
-A config maps flag names (vLLM's, snake case) to values and is *effective*: every knob has a value in it,
-defaults filled in. An axis is one parameter of the search; a knob like ``speculative_config`` spreads over
-several axes, named ``flag.key``. Axes are ladders, not free numbers: a measurement can tell neighbours apart,
-the values are those that people write, and a config that was measured is recognised when it returns.
+An axis is one parameter of the search; a knob like ``speculative_config`` spreads over several axes, named
+``flag.key``. Axes are ladders, not free numbers: a measurement can tell neighbours apart, the values are those
+that people write, and a config that was measured is recognised when it returns.
 """
 
 from __future__ import annotations
@@ -21,9 +20,18 @@ from typing import Any
 from optuna.trial import BaseTrial, FixedTrial
 
 from tuner.axis import Axis, Param, Value, is_number
+from tuner.config import (
+    LOOKUPS,
+    Config,
+    config_key,
+    effective,
+    flatten,
+    numbers_of,
+    render_value,
+    speculation_of,
+)
 from tuner.knobs import (
     DRAFTS,
-    HELD,
     KNOBS,
     METHOD,
     SERVERS,
@@ -57,11 +65,6 @@ __all__ = [
     "render_value",
 ]
 
-Config = Mapping[str, Any]
-LOOKUPS = ("prompt_lookup_min", "prompt_lookup_max")
-LOOKUP_DEFAULT = 5
-"""Of both, where a speculative config gives neither; where it gives one, that is both."""
-
 
 @dataclass(frozen=True)
 class Space:
@@ -89,7 +92,7 @@ class Space:
 
     def params(self, config: Config) -> dict[str, Param]:
         """The sampler's parameters for ``config``, moved onto the ladders (else the baseline's)."""
-        values = _flatten({**self.baseline, **config})
+        values = flatten({**self.baseline, **config})
         return {a.name: a.param(values[a.name]) for a in self.axes if a.exists(values) and a.name in values}
 
     def snap(self, config: Config) -> dict[str, Any]:
@@ -102,8 +105,8 @@ class Space:
 
     def refusals(self, config: Config) -> list[str]:
         """Why ``config`` must not be launched; empty when it may."""
-        flat = _flatten(config)
-        numbers = {**self._lengths, **_numbers(flat)}
+        flat = flatten(config)
+        numbers = {**self._lengths, **numbers_of(flat)}
         found = [
             f"{rule.flag}={render_value(config.get(rule.flag))}: {rule.text}"
             for rule in self._live_rules
@@ -168,13 +171,13 @@ class Space:
                 config[flag] = chosen[axis.name]
         for flag, values in nested.items():
             whole = {**(self.baseline.get(flag) or {}), **values}
-            config[flag] = _speculation(whole) if flag == SPECULATION else whole
+            config[flag] = speculation_of(whole) if flag == SPECULATION else whole
         return config
 
     @cached_property
     def _live_rules(self) -> tuple[Rule, ...]:
         """Those whose names a config can have at all: the others would be silent each time."""
-        flags = {name.rpartition(".")[2] for name in (*_flatten(self.baseline), *(a.name for a in self.axes))}
+        flags = {name.rpartition(".")[2] for name in (*flatten(self.baseline), *(a.name for a in self.axes))}
         there = flags | self._lengths.keys()
         return tuple(rule for rule in self.rules if rule.compared <= there)
 
@@ -208,10 +211,10 @@ def build_space(
     whole = {**{k.flag: default_of(k, around.server) for k in wanted if k.flag not in baseline}, **baseline}
     if "max_model_len" in whole:
         whole["max_model_len"] = whole["max_model_len"] or max_model_len
-    numbers = around.numbers(_numbers(_flatten(whole)))
-    values = _flatten(whole)
+    numbers = around.numbers(numbers_of(flatten(whole)))
+    values = flatten(whole)
     made = [knob.axis(numbers, values.get(knob.name)) for knob in _in_touch(wanted, whole)]
-    axes = tuple(axis for axis in made if len(axis.values) > 1)
+    axes = tuple(axis for axis in made if len(axis.values) > 1 or vary.get(axis.name))
     notes += [
         f"{axis.name} is not varied: only {render_value(axis.values[0])} is left here"
         for axis in made
@@ -270,7 +273,7 @@ def _by_name(knob: Knob, baseline: Config, around: Surroundings) -> Knob:
 def _in_touch(wanted: Sequence[Knob], baseline: Config) -> list[Knob]:
     """The knobs, each tied to what it depends on and behind it: another knob, or the baseline's value."""
     names = {knob.name for knob in wanted}
-    values = _flatten(baseline)
+    values = flatten(baseline)
     tied: dict[str, Knob] = {}
     for knob in wanted:
         if knob.name.partition(".")[2] in LOOKUPS:
@@ -326,7 +329,7 @@ def _check_names(
 
 def _explicit(name: str, values: tuple[Value, ...], baseline: Config, own: Sequence[Knob]) -> Knob:
     """Raises SpaceError for values that are none, and for words where the baseline is a number."""
-    current = _flatten(baseline).get(name)
+    current = flatten(baseline).get(name)
     for value in values:
         odd = not isinstance(value, str | int | float) or (
             isinstance(value, float) and not math.isfinite(value)
@@ -349,62 +352,3 @@ def _explicit(name: str, values: tuple[Value, ...], baseline: Config, own: Seque
 def _near(flag: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(flag, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
-
-
-def _speculation(config: Config) -> dict[str, Any] | None:
-    """A speculative config as it is given; None where nothing is drafted."""
-    if not config.get("num_speculative_tokens"):
-        return None
-    whole = {"method": "ngram", **config}
-    idle = () if whole["method"] == "ngram" else LOOKUPS
-    return {key: value for key, value in whole.items() if key not in idle}
-
-
-def _flatten(config: Config) -> dict[str, Any]:
-    """Nested flags as ``flag.key``; speculation that is off has 0 drafts."""
-    flat = dict(config)
-    speculation = flat.get(SPECULATION)
-    flat[DRAFTS] = speculation.get("num_speculative_tokens", 1) if speculation else 0
-    for flag, value in config.items():
-        if isinstance(value, dict):
-            del flat[flag]
-            for key, item in value.items():
-                flat[f"{flag}.{key}"] = item
-    return flat
-
-
-def _numbers(flat: Mapping[str, Any]) -> dict[str, float]:
-    """What expressions can compute with: numbers, switches as 0 and 1, of ``flag.key`` the key."""
-    return {
-        name.rpartition(".")[2]: float(value)
-        for name, value in flat.items()
-        if isinstance(value, int | float)
-    }
-
-
-def effective(flags: Config, server: str) -> dict[str, Any]:
-    """What a ``server`` of this kind runs with when it is started with ``flags``: defaults filled in."""
-    own = knobs_of(server)
-    named = [knob for knob in own if knob.main or knob.name in HELD]
-    defaults = {k.flag: None if k.flag == SPECULATION else default_of(k, server) for k in named}
-    config: dict[str, Any] = {**defaults, **flags}
-    speculation = config[SPECULATION]
-    if speculation and speculation.get("method") == "ngram":
-        given = [speculation[key] for key in LOOKUPS if key in speculation]
-        lookup = dict.fromkeys(LOOKUPS, given[0] if given else LOOKUP_DEFAULT)
-        lookup = lookup if any(knob.name.endswith(LOOKUPS) for knob in own) else {}
-        drafts = speculation.get("num_speculative_tokens", 1)
-        config[SPECULATION] = {"num_speculative_tokens": drafts, **lookup, **speculation}
-    return config
-
-
-def config_key(config: Config) -> str:
-    """A canonical text: two configs have the same key exactly when they set the same."""
-    return json.dumps(config, sort_keys=True)
-
-
-def render_value(value: Any) -> str:
-    """A value as the command line has it; objects as compact JSON, None as ``off``."""
-    if value is None:
-        return "off"
-    return json.dumps(value) if isinstance(value, bool | Mapping) else str(value)
