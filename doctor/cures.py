@@ -22,6 +22,7 @@ from doctor.standing import fingerprint
 from doctor.verify import Terms, engine_version, promised, prove
 from loadgen import typed
 from loadgen.record import write_atomically
+from loadgen.target import TargetFailed
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,11 @@ class Order:
 
 def carry_out(
     books: Sequence[Playbook], order: Order, tell: Callable[[str], None], stop: threading.Event
-) -> Iterator[Proof]:
+) -> Iterator[Proof | TargetFailed]:
     """Every experiment that ``order`` wants; those whose file is there come from it.
 
-    Raises TargetFailed, ExperimentError, Interrupted.
+    One whose server does not start, or dies, gives its failure, and the next one has its turn.
+    Raises ExperimentError, Interrupted.
     """
     for book in books:
         for number, experiment in enumerate(book.reproduction.experiments):
@@ -69,14 +71,12 @@ def carry_out(
             stage = stage_of(
                 experiment, order.target, order.model, None if file is None else file.parent / "logs"
             )
-            proof = prove(
-                book,
-                number,
-                stage,
-                order.terms,
-                tell=partial(_tell_of, book.id, tell),
-                stop=stop,
-            )
+            telling = partial(_tell_of, book.id, tell)
+            try:
+                proof = prove(book, number, stage, order.terms, tell=telling, stop=stop)
+            except TargetFailed as failure:
+                yield failure
+                continue
             if file is not None:
                 _save(file, key, proof)
             yield proof
@@ -93,7 +93,9 @@ def _tell_of(identity: str, tell: Callable[[str], None], text: str) -> None:
 def _key(experiment: Experiment, order: Order) -> str:
     """What decides the measurement: the experiment, how it is run, and the engine's version."""
     measured = replace(experiment, claims={}, folklore={})
-    text = repr((measured, bool(experiment.folklore), order.target, order.model, order.terms, engine_version()))
+    text = repr(
+        (measured, bool(experiment.folklore), order.target, order.model, order.terms, engine_version())
+    )
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

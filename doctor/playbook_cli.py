@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from doctor.proof import Proof
 
 playbook_app = typer.Typer(no_args_is_help=True, help="The symptoms that the doctor knows, and their cures.")
-REFUTED, NOT_REPRODUCED, INCONCLUSIVE, INTERRUPTED = 1, 3, 4, 130
+REFUTED, UNUSABLE, NOT_REPRODUCED, INCONCLUSIVE, INTERRUPTED = 1, 2, 3, 4, 130
 
 
 @playbook_app.command("list")
@@ -117,18 +117,21 @@ def run_playbook(
         out=out,
     )
     proofs: list[Proof] = []
+    failures: list[str] = []
     try:
         if limit is not None:
             order = order.limited(read_seconds(limit, "--limit"))
         with interruptible() as stop:
             for proof in carry_out(books, order, _tell, stop):
+                if isinstance(proof, TargetFailed):
+                    failures.append(f"{proof}\n{proof.log_tail}".rstrip())
+                    typer.echo(f"vtune playbook: {failures[-1]}", err=True)
+                    continue
                 proofs.append(proof)
                 if format == "text":
                     typer.echo(proof.text() + "\n")
     except ExperimentError as error:
         end_with(str(error))
-    except TargetFailed as failure:
-        end_with(f"{failure}\n{failure.log_tail}".rstrip())
     except Interrupted:
         end_with("interrupted", INTERRUPTED)
     except ValueError as error:
@@ -138,7 +141,7 @@ def run_playbook(
     for book in books:
         if book.reproduction.why_none and not all_of_them:
             typer.echo(f"{book.id}: no experiment, because {book.reproduction.why_none}")
-    raise typer.Exit(_exit_code(proofs, fail_on_inconclusive))
+    raise typer.Exit(UNUSABLE if failures else _exit_code(proofs, fail_on_inconclusive))
 
 
 def _exit_code(proofs: Sequence[Proof], fail_on_inconclusive: bool) -> int:

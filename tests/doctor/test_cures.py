@@ -137,7 +137,9 @@ def order(out: Path, **options: Any) -> Order:
 
 def carried_out(book: Playbook, given: Order) -> tuple[list[Proof], list[str]]:
     told: list[str] = []
-    return list(carry_out([book], given, told.append, threading.Event())), told
+    proofs = list(carry_out([book], given, told.append, threading.Event()))
+    assert all(isinstance(proof, Proof) for proof in proofs), proofs
+    return [proof for proof in proofs if isinstance(proof, Proof)], told
 
 
 def test_what_is_done_is_not_run_again_but_judged_again(tmp_path: Path) -> None:
@@ -223,6 +225,14 @@ def test_a_page_without_an_experiment_says_why() -> None:
         0,
         f"ttft-slo-queue: no experiment, because {BOOKS['ttft-slo-queue'].reproduction.why_none}\n",
     )
+
+
+def test_a_server_that_does_not_start_is_reported_and_the_next_one_has_its_turn() -> None:
+    done = run("playbook", "run", "oversized-max-model-len", "seq-cap", "--target", "simulated:h100",
+               "--model", "135m", "--pairs", "2", "--seconds", "4")  # fmt: skip
+    assert done.exit_code == 2
+    assert "bad_flag: --max-model-len 32768" in done.stderr
+    assert "seq-cap, experiment 1 on simulated:h100" in done.stdout
 
 
 @pytest.mark.parametrize(
