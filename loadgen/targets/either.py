@@ -31,8 +31,7 @@ class EitherTarget(Target):
                 self._targets[server] = EndpointTarget(server, api_key=api_key)
             else:
                 self._targets[server] = ServerTarget(server, log_dir=log_dir, api_key=api_key)
-        # Two instances of vLLM would each claim their share of one device.
-        self.exclusive = sum(target.name == "vllm" for target in self._targets.values()) > 1
+        self.exclusive = sum(target.exclusive for target in self._targets.values()) > 1
 
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenTarget]:

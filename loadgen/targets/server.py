@@ -62,7 +62,7 @@ class ServerTarget(Target):
         probe_timeout: float = 120.0,
         grace: float = 10.0,
         api_key: str | None = None,
-        exclusive: bool = False,
+        exclusive: bool | None = None,
     ) -> None:
         template_env, words = split_words(template)
         if not words:
@@ -76,7 +76,8 @@ class ServerTarget(Target):
         self._executable = list(executable) or (_own_command() if words[0] == "vtune" else [])
         """What runs in place of the template's first word; what is shown is the template."""
         self.name = name or Path(words[0]).name
-        self.exclusive = exclusive
+        # Two instances of vLLM or SGLang would each claim their share of one device.
+        self.exclusive = self.kind in ("vllm", "sglang") if exclusive is None else exclusive
         self._log_dir = log_dir
         self._start_timeout, self._probe_timeout, self._grace = start_timeout, probe_timeout, grace
         self._api_key = api_key
@@ -90,15 +91,14 @@ class ServerTarget(Target):
 
     @classmethod
     def vllm(cls, model: str, *, template: str = "", **options: Any) -> ServerTarget:
-        """vLLM, as installed beside us, or as ``template`` starts it. One at a time: each instance claims its
-        share of the device."""
-        options = {"name": "vllm", "exclusive": True, **options}
+        """vLLM, as installed beside us, or as ``template`` starts it."""
+        options = {"name": "vllm", **options}
         return cls(template or f"vllm serve {shlex.quote(model)} {{flags}} --port {{port}}", **options)
 
     @classmethod
     def sglang(cls, model: str, *, template: str = "", **options: Any) -> ServerTarget:
         """SGLang, as installed beside us, or as ``template`` starts it. Its metrics must be asked for."""
-        options = {"name": "sglang", "exclusive": True, **options}
+        options = {"name": "sglang", **options}
         words = template or f"python -m sglang.launch_server --model-path {shlex.quote(model)}"
         metrics = "" if "--enable-metrics" in words else "--enable-metrics "
         return cls(f"{words.replace(' {flags}', '')} {metrics}{{flags}} --port {{port}}", **options)

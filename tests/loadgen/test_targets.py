@@ -226,6 +226,8 @@ def test_known_servers() -> None:
     vllm = ServerTarget.vllm("org/model")
     assert vllm.launch_command({}) == "vllm serve org/model --port 8000"
     assert vllm.exclusive
+    assert ServerTarget("python -m vllm.entrypoints.openai.api_server --model M {flags}").exclusive
+    assert not ServerTarget.vllm("M", exclusive=False).exclusive
     assert not ServerTarget.bundled().exclusive
     with pytest.raises(FlagError, match="names no program"):
         ServerTarget("A=1")
