@@ -48,10 +48,11 @@ def one_knob_curves(
     objective: Objective,
     predictions: Mapping[str, Mapping[str, float]],
 ) -> list[KnobCurve]:
-    """A curve for every axis that two values or more are known of: measured, or by ``predictions`` (config's
+    """A curve for every axis of the best config that two values or more are known of: measured, or by ``predictions`` (config's
     key -> metric's name -> value)."""
     found = []
-    for axis in space.axes:
+    there = space.params(best)
+    for axis in (axis for axis in space.axes if axis.name in there):
         curve = _curve(axis, results, best, space, objective, predictions)
         known = {point.place for point in (*curve.through, *curve.others, *curve.predicted)}
         if len(known) >= MIN_POINTS:

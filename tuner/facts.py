@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from loadgen.target import Target
+from tuner.cost import SPENT_ON
+from tuner.curves import along
 from tuner.launch import launch
 from tuner.loads import Advice
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
+from tuner.prior import SimulatedPrior
 from tuner.regression import Recommendation, compare_with, recommendation
 from tuner.report import Facts
 from tuner.reproduce import command_of
+from tuner.space import config_key
+from tuner.strategy_model import ModelStrategy
+
+MAX_ASKED = 16
+"""Simulated runs for the report alone: a few seconds."""
 
 
 def report_facts(
@@ -20,6 +28,8 @@ def report_facts(
     baseline = study.baseline
     flags = job.flags if outcome.best is None else optimizer.flags(outcome.best.config)
     load = optimizer.load.description if survey.rate or survey.concurrency else "none: no server came up"
+    seconds = optimizer.clock.spent  # before what the report itself simulates
+    predictions, prior = _predictions(optimizer, outcome)
     recommended, regression = None, None
     if baseline is not None:
         recommended = recommendation(name, outcome, baseline, flags, load, job.to_json())
@@ -38,7 +48,7 @@ def report_facts(
         load=load,
         survey=survey.describe() if survey.capacity else "the load was given",
         plan=optimizer.plan.describe() if optimizer.plan else "",
-        seconds=optimizer.clock.spent,
+        seconds=seconds,
         target=target.name,
         out=optimizer.bench.out,
         estimate=target.estimate,
@@ -46,4 +56,34 @@ def report_facts(
         recommendation=recommended,
         regression=regression,
         advice=advice,
+        predictions=predictions,
+        prior=prior,
+        spent_on=optimizer.record.user_attrs.get(SPENT_ON, {}),
     )
+
+
+def _predictions(optimizer: Optimizer, outcome: Outcome) -> tuple[dict[str, dict[str, float]], str]:
+    """What is simulated of configs, by config_key, and where that comes from.
+
+    Beside what the search asked, the values of each knob through the recommended config, up to MAX_ASKED.
+    """
+    strategy, space = optimizer.study.strategy, optimizer.study.space
+    prior = strategy.prior if isinstance(strategy, ModelStrategy) else None
+    if optimizer.job.simulated and optimizer.loaded:
+        target = optimizer.bench.target
+        prior = SimulatedPrior(target, optimizer.load, optimizer.slo, optimizer.flags)
+    if prior is None:
+        return {}, ""
+    best = outcome.best.config if outcome.best else space.baseline
+    measured = {config_key(r.config) for r in optimizer.study.results if r.measurement}
+    wanted = {
+        config_key(c): c for axis in space.axes for c in along(axis, best, space) if not space.refusals(c)
+    }
+    if outcome.kind != "interrupted":
+        skipped = measured if optimizer.job.simulated else set()  # there a prediction is the measurement
+        asked = [c for key, c in wanted.items() if key not in prior.known and key not in skipped]
+        prior.ask(asked[:MAX_ASKED])
+    known = {
+        key: dict(prediction.values) for key, prediction in prior.known.items() if not prediction.failure
+    }
+    return known, prior.source

@@ -45,10 +45,11 @@ from tuner.space_file import SpaceFile
 from tuner.startlog import LINES, read_start_log
 from tuner.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
 from tuner.strategies import make_strategy
+from tuner.strategy import SLACK
 from tuner.strategy_model import ModelStrategy
-from tuner.study import BASELINE, SLACK, Proposal, Study, describe_changes
+from tuner.study import BASELINE, Proposal, Study, describe_changes
 from tuner.survey import OFFERED_SHARE, Survey, find_capacity, fitting_scale, prefill_speed
-from tuner.trial import Attempt, Bench, Criteria, ServerFailed, SetupFailed
+from tuner.trial import Attempt, Bench, ClientKilled, Criteria, ServerFailed, SetupFailed
 from tuner.workers import Crew
 
 FALLBACK_CONTEXT = 4096
@@ -203,6 +204,7 @@ class Optimizer:
         self.study = Study(
             self.record, space, self.slo.objective, seed, make_strategy(self.job.strategy, seed)
         )
+        self.study.bounds, self.study.relative = self.slo.bounds, self.slo.relative
         if self._trace is not None:
             self.observer.note(f"load: {self.load.description}")
 
@@ -329,7 +331,7 @@ class Optimizer:
     def _ask_prior(self) -> None:
         """Give the search a simulation to begin with. What that takes is spent from the budget."""
         strategy = self.study.strategy
-        if not isinstance(strategy, ModelStrategy) or not self._loaded:
+        if not isinstance(strategy, ModelStrategy) or not self.loaded:
             return
         self.observer.step("simulating configs")
         with self.spending("simulation"):
@@ -343,10 +345,10 @@ class Optimizer:
         """Levels of load to compare configs at, once there is a best one; rising, () for none."""
         if self.job.loads is not None:
             return self.job.loads
-        return self.load.levels() if self._loaded else ()
+        return self.load.levels() if self.loaded else ()
 
     @property
-    def _loaded(self) -> bool:
+    def loaded(self) -> bool:
         """Whether it is known which load to offer: not before some server came up, unless the job says."""
         return self._trace is not None or (self.survey.rate or self.survey.concurrency) is not None
 
@@ -355,7 +357,7 @@ class Optimizer:
         baseline = self.study.baseline
         assert baseline is not None, "the baseline is told before the plan is made"
         start, total = baseline.seconds["start"], baseline.seconds["total"]
-        seconds = self.load.run_seconds if self._loaded else self.job.run_seconds
+        seconds = self.load.run_seconds if self.loaded else self.job.run_seconds
         run = max(
             seconds, seconds + (total - start - seconds) / 2
         )  # a trial has two loads, and so two drains
@@ -384,7 +386,6 @@ class Optimizer:
 
     def _search(self) -> str:
         """Trials until there is a reason to stop, which is returned."""
-        self.study.bounds = self._criteria().bounds
         with self.crew.turn(self.study):
             for flags, why in self._starting_points():
                 self.study.enqueue(flags, why)
@@ -458,6 +459,12 @@ class Optimizer:
             result = self.bench.trial(
                 proposal, self.flags(proposal.config), self._load, self._criteria(), server
             )
+        except ClientKilled as error:
+            self.study.interrupt(proposal, str(error), deaths=1)
+            if proposal.origin == BASELINE:
+                raise
+            self.observer.note(f"trial {proposal.number} is lost, and tried again: {error}")
+            return
         except (KeyboardInterrupt, SetupFailed) as error:
             self.study.interrupt(proposal, type(error).__name__)
             raise

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,16 @@ from loadgen.record import Records, RecordsError, write_atomically
 from loadgen.slo import format_value
 from loadgen.stats import Distribution
 from tuner import plots
+from tuner.cost import Item, cost
+from tuner.coverage import Coverage, coverage
+from tuner.curves import KnobCurve, one_knob_curves
 from tuner.launch import Launch
 from tuner.loads import Advice
 from tuner.measure import pooled
 from tuner.outcome import Outcome, describe_trial, label
+from tuner.pareto import Front, pareto_front
 from tuner.regression import KEY, Recommendation, Regression, show
-from tuner.result import TrialResult, without_nan
+from tuner.result import Reading, TrialResult, without_nan
 from tuner.slo import Slo
 from tuner.space import Space
 from tuner.study import describe_changes
@@ -64,6 +70,12 @@ class Facts:
     """The verdict on an earlier study, where one was given."""
     advice: Advice | None = None
     """Which config for which load."""
+    predictions: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """What a simulation said: config's key -> metric's name -> value."""
+    prior: str = ""
+    """Where the predictions come from."""
+    spent_on: Mapping[str, float] = field(default_factory=dict)
+    """Seconds beside the trials', by purpose (see tuner.cost)."""
 
     @property
     def baseline(self) -> TrialResult | None:
@@ -99,10 +111,34 @@ class Facts:
             KEY: self.recommendation.to_json() if self.recommendation else None,
             "regression": self.regression.to_json() if self.regression else None,
             "advice": self.advice.to_json() if self.advice else None,
+            "pareto": {"trials": [r.number for r in self.front.trials], "knee": self.front.knee},
+            "one_knob": [asdict(curve) for curve in self.curves],
+            "cost": [asdict(item) for item in self.cost],
+            "not_tried": asdict(self.coverage),
             "environment": environment(),
             "caveats": self.caveats,
         }
         return dict(without_nan(data))
+
+    @cached_property
+    def front(self) -> Front:
+        return pareto_front(r for r in self.results if r.status != "duplicate")
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        return coverage(self.results, self.space)
+
+    @cached_property
+    def curves(self) -> list[KnobCurve]:
+        """Through the recommended config, the axes that mattered most first."""
+        best = self.outcome.best.config if self.outcome.best else self.space.baseline
+        told = [r for r in self.results if r.status != "duplicate"]
+        found = one_knob_curves(told, best, self.space, self.slo.objective, self.predictions)
+        return sorted(found, key=lambda curve: -self.importances.get(curve.axis, 0.0))
+
+    @cached_property
+    def cost(self) -> list[Item]:
+        return cost(self.results, self.spent_on, self.seconds)
 
     @property
     def exit_code(self) -> int:
@@ -182,12 +218,19 @@ def figures(facts: Facts) -> list[go.Figure]:
         sides = _distributions(facts, metric)
         if sides:
             found.append(plots.distributions(metric, sides))
-    found.append(plots.trade_off(facts.results, facts.space))
-    found.append(plots.one_knob(facts.results, "max_num_batched_tokens", facts.slo))
+    found.append(plots.trade_off(facts.results, facts.space, facts.front))
+    found.append(plots.history(facts.results, facts.slo))
+    if expected := plots.expectations(facts.results, facts.predictions, facts.slo):
+        found.append(expected)
+    found += [plots.one_knob(curve, facts.slo) for curve in facts.curves]
+    if facts.advice:
+        found.append(plots.loads(facts.advice))
     if facts.importances:
         found.append(plots.importances(facts.importances))
     if facts.kv_pool:
         found.append(plots.kv_pool(facts.results))
+    if facts.cost:
+        found.append(plots.cost(facts.cost))
     return found
 
 
@@ -233,6 +276,8 @@ def _render(template: str, facts: Facts, data: Mapping[str, Any], charts: Sequen
         data=data,
         trials=[_trial_row(result, facts) for result in facts.results],
         failures=[r for r in facts.results if r.log_tail],
+        examined=[r for r in facts.results if (r.findings or r.unexamined) and r.status != "duplicate"],
+        changes_of=lambda result: describe_changes(facts.space.changes(result.config)) or "none",
         charts=plotted,
         plotly=get_plotlyjs() if charts else "",
         label=label,
@@ -242,7 +287,7 @@ def _render(template: str, facts: Facts, data: Mapping[str, Any], charts: Sequen
 
 
 def _trial_row(result: TrialResult, facts: Facts) -> dict[str, Any]:
-    value = result.measurement.value if result.measurement else lambda metric, cls=None: float("nan")
+    readings = result.measurement.reading if result.measurement else lambda metric: Reading(math.nan)
     return {
         "number": result.number,
         "origin": result.origin,
@@ -252,13 +297,9 @@ def _trial_row(result: TrialResult, facts: Facts) -> dict[str, Any]:
         else "infeasible"
         if result.status == "measured"
         else result.status,
-        "objective": format_value(
-            facts.slo.objective.metric, value(facts.slo.objective.metric, facts.slo.objective.cls)
-        ),
-        "itl_p99": format_value("itl_p99", value("itl_p99")),
-        "ttft_p95": format_value("ttft_p95", value("ttft_p95")),
-        "throughput": format_value("throughput", value("throughput")),
+        **{name: show(name, readings(name)) for name in ("itl_p99", "ttft_p95", "throughput")},
         "kv_tokens": "" if result.kv_tokens is None else f"{result.kv_tokens:,}",
         "seconds": f"{result.seconds['total']:.0f}" if "total" in result.seconds else "",
+        "findings": [f.id for f in result.findings if f.suppressed_by is None and f.severity != "info"],
         "note": "" if result.feasible else describe_trial(result, facts.slo.objective),
     }

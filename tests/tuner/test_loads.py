@@ -225,11 +225,12 @@ def test_the_hours_of_a_trace(tmp_path: Path) -> None:
             "--pairs",
             "2",
         ),
-        *("--fix", "all", "--vary", "max_num_batched_tokens=512", "--run-time", "10s"),
+        *("--fix", "all", "--vary", "max_num_batched_tokens=2048", "--run-time", "10s"),
         *("--out", str(tmp_path / "out")),
     )
     assert result.exit_code == 0, result.output
     advice = json.loads((tmp_path / "out" / "report.json").read_text())["advice"]
+    assert advice is not None, result.output
     assert advice["loads"] == [2.5, 20.0]
     assert advice["unit"] == "req/s"
     rates = [hour["rate"] for hour in advice["hours"]]

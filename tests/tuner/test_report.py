@@ -1,5 +1,6 @@
 """The report of a real study (against a formula): what is in it, and that it needs no network."""
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -8,13 +9,20 @@ import optuna
 import pytest
 from analytic_target import AnalyticTarget, does_not_start
 
+from tuner import plots
+from tuner.cost import cost
+from tuner.coverage import coverage
+from tuner.curves import KnobCurve, Point, along
 from tuner.facts import report_facts
+from tuner.findings import TrialFinding
 from tuner.interrupts import Interrupts
 from tuner.job import Job
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
 from tuner.report import figures, write_report
+from tuner.result import Measurement, Reading, TrialResult
 from tuner.slo import parse_slo
+from tuner.space import config_key, render_value
 from tuner.storage import open_study
 from tuner.trial import Bench
 
@@ -26,7 +34,15 @@ def oom_below_80(config):
 
 
 def study(tmp_path, **job):
-    options = {"rate": 1.0, "budget": None, "trials": 14, "run_seconds": 60.0, "pairs": 3, **job}
+    options = {
+        "strategy": "tpe",
+        "rate": 1.0,
+        "budget": None,
+        "trials": 14,
+        "run_seconds": 60.0,
+        "pairs": 3,
+        **job,
+    }
     target = AnalyticTarget(start_fault=oom_below_80)
     job = Job(**options)
     record = open_study(optuna.storages.InMemoryStorage(), "s", parse_slo(job.slo).objective)
@@ -73,16 +89,155 @@ def test_html_holds_plotly_and_every_figure(texts, facts):
 
 def test_figures_show_what_was_promised(facts):
     titles = [figure.layout.title.text for figure in figures(facts)]
-    assert titles == [
+    assert titles[:4] == [
         "ITL: distribution",
         "TTFT: distribution",
         "Trade-off: each config (star: your own)",
-        "ITL P99 over max_num_batched_tokens",
-        "Which flag mattered (PED-ANOVA)",
-        "KV pool over the token budget",
+        "The search, trial by trial",
     ]
+    assert "max_num_batched_tokens, through the best config" in titles
+    assert titles[-2:] == ["KV pool over the token budget", "What the time went into"]
     before, after = figures(facts)[0].data
     assert max(before.x) > max(after.x)
+
+
+def test_every_figure_of_a_measurement_has_its_interval(facts):
+    """Bars are as long as the interval; where there is none they have no length."""
+    spread = Measurement(
+        {"itl_p99": Reading(0.1, 100, 0.08, 0.15), "throughput": Reading(50.0, 100)}, window=20.0
+    )
+    told = dataclasses.replace(facts.outcome.best, measurement=spread)
+    drawn = plots.history([told], facts.slo)
+    marks = next(trace for trace in drawn.data if trace.name == "feasible")
+    assert (marks.y, marks.error_y.array, marks.error_y.arrayminus) == (
+        pytest.approx((100.0,)), pytest.approx((50.0,)), pytest.approx((20.0,)),
+    )  # fmt: skip
+    changed = dataclasses.replace(facts, results=[told])
+    points = plots.trade_off([told], facts.space, changed.front).data[0]
+    assert points.error_x.array == pytest.approx((50.0,))
+    point = Point("8", 0, spread.reading("itl_p99"), trial=1, best=True)
+    curve = KnobCurve("max_num_seqs", ("8",), (point,), (), ())
+    line = next(trace for trace in plots.one_knob(curve, facts.slo).data if trace.line.color == plots.AFTER)
+    assert line.error_y.arrayminus == pytest.approx((20.0,))
+
+
+def test_best_so_far_never_gets_worse(facts):
+    history = plots.history(facts.results, facts.slo)
+    line = next(trace for trace in history.data if trace.name == "best so far")
+    known = [value for value in line.y if value == value]
+    assert known == sorted(known, reverse=True)
+    assert min(known) == pytest.approx(
+        1e3 * min(r.value(facts.slo.objective) for r in facts.results if r.feasible)
+    )
+
+
+def test_a_knobs_curve_holds_the_trials_that_differ_in_it_alone(facts):
+    best = facts.outcome.best
+    for curve in facts.curves:
+        for point in curve.through:
+            config = next(r.config for r in facts.results if r.number == point.trial)
+            differing = [
+                a.name
+                for a in facts.space.axes
+                if facts.space.params(config).get(a.name) != facts.space.params(best.config).get(a.name)
+            ]
+            assert set(differing) <= {curve.axis} | {
+                a.name for a in facts.space.axes if a.needs == curve.axis
+            }
+        assert sum(point.best for point in curve.through) == 1
+        assert [point.place for point in curve.through] == sorted(point.place for point in curve.through)
+
+
+def test_predictions_are_drawn_apart_from_measurements(facts):
+    best = facts.outcome.best
+    axis = facts.space.axes[0]
+    expected = {
+        config_key(c): {"itl_p99": 0.1 + k} for k, c in enumerate(along(axis, best.config, facts.space))
+    }
+    told = dataclasses.replace(facts, predictions=expected, prior="a simulation")
+    curve = next(curve for curve in told.curves if curve.axis == axis.name)
+    assert [point.reading.value for point in curve.predicted] == [0.1 + k for k in range(len(axis.values))]
+    assert all(point.trial is None for point in curve.predicted)
+    drawn = plots.one_knob(curve, facts.slo)
+    line = next(trace for trace in drawn.data if trace.name == "predicted by simulation")
+    assert line.line.dash == "dash"
+    against = plots.expectations(facts.results, expected, facts.slo)
+    assert against.layout.title.text == "ITL P99: predicted against measured"
+    nothing = [dataclasses.replace(r, expected={}) for r in facts.results]
+    assert plots.expectations(nothing, {}, facts.slo) is None
+
+
+def test_the_cost_adds_up(facts):
+    assert sum(item.seconds for item in facts.cost) >= facts.seconds * 0.99
+    assert sum(item.share for item in facts.cost) == pytest.approx(1.0)
+    starts = next(item for item in facts.cost if item.purpose == "starting servers")
+    served = [r for r in facts.results if r.status in ("measured", "stopped")]
+    assert starts.seconds == pytest.approx(2.0 * len(served))
+
+
+def test_cost_by_purpose():
+    result = TrialResult(
+        1, {}, "o", "measured", seconds={"start": 4.0, "load": 20.0, "warm-up": 1.0, "total": 26.0}
+    )
+    items = {
+        item.purpose: item for item in cost([result, result], {"confirmation": 30.0, "choosing": 2.0}, 90.0)
+    }
+    assert items["measuring trials"].seconds == 40.0
+    assert items["confirming on fresh runs"].share == pytest.approx(30 / 90)
+    assert next(reversed(items.values())).seconds == pytest.approx(90 - 8 - 40 - 2 - 30 - 2)
+    crowd = cost([result] * 10, {}, 100.0)
+    assert sum(item.seconds for item in crowd) == 250.0, "several workers: more than the whole"
+    assert cost([], {}, 0.0) == []
+
+
+def test_what_was_not_tried_and_why(facts):
+    found = facts.coverage
+    knobs = {knob.name: knob for knob in found.knobs}
+    budget = knobs["max_num_batched_tokens"]
+    assert "2048" in budget.tried
+    every = {render_value(v) for a in facts.space.axes if a.name == budget.name for v in a.values}
+    assert set(budget.tried) | set(budget.untried) | set(budget.failed) == every
+    assert found.failed.get("out_of_memory", 0) == sum(r.status == "failed" for r in facts.results)
+    assert found.stopped == sum(r.status == "stopped" for r in facts.results)
+    assert found.configs == facts.space.size
+
+
+def test_what_lies_beyond_a_crash_is_said_to_be_forbidden(facts):
+    failed = dataclasses.replace(
+        facts.results[0], number=99, status="failed", reason="did not start: out_of_memory: no room",
+        config=facts.space.snap({"max_num_batched_tokens": 1024}), measurement=None,
+    )  # fmt: skip
+    base = dataclasses.replace(facts.results[0], config=facts.space.snap({"max_num_batched_tokens": 64}))
+    refused = dataclasses.replace(
+        base,
+        status="refused",
+        reason="max_num_seqs=256: must be at most max_num_batched_tokens; a=3: too small",
+    )
+    found = coverage([base, failed, refused, refused], facts.space)
+    budget = next(knob for knob in found.knobs if knob.name == "max_num_batched_tokens")
+    assert budget.failed == ("1024",)
+    assert "4096" in budget.forbidden
+    assert "512" not in budget.forbidden
+    assert found.refused == {"max_num_seqs: must be at most max_num_batched_tokens": 2, "a: too small": 2}
+
+
+def test_the_front_is_in_the_report_with_its_knee(facts, texts):
+    data = json.loads(texts[".json"])["pareto"]
+    assert data["trials"] == [r.number for r in facts.front.trials]
+    assert data["knee"] in data["trials"]
+    assert f"| {data['knee']} (knee) |" in texts[".md"]
+
+
+def test_findings_of_each_trial_are_shown(facts, tmp_path):
+    finding = TrialFinding("kv-pressure", "warning", "The pool is full", {"kv_max": 0.99})
+    cause = TrialFinding("seq-cap", "info", "Few", {}, suppressed_by="kv-pressure")
+    told = dataclasses.replace(facts.results[0], findings=(finding, cause))
+    changed = dataclasses.replace(facts, results=[told, *facts.results[1:]], out=tmp_path)
+    texts = {path.suffix: path.read_text() for path in write_report(changed)}
+    assert "<b>kv-pressure</b> (warning): The pool is full. kv_max 0.99" in texts[".html"]
+    assert "explained by kv-pressure" in texts[".html"]
+    assert "| kv-pressure |" in texts[".md"]
+    assert json.loads(texts[".json"])["trials"][0]["findings"][0]["id"] == "kv-pressure"
 
 
 @pytest.mark.parametrize("suffix", [".html", ".md"])
@@ -130,7 +285,7 @@ def test_json_is_whole_and_strict(texts, facts):
 
 def test_markdown_table_rows_have_as_many_cells_as_the_head(texts):
     tables = re.findall(r"(?:^\|.*\n)+", texts[".md"], re.MULTILINE)
-    assert len(tables) == 4
+    assert len(tables) >= 8
     for table in tables:
         widths = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
         assert len(widths) == 1, table
@@ -150,14 +305,14 @@ def test_speculation_in_the_result_comes_with_a_caveat(facts):
         **facts.outcome.best.config,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
     }
-    best = type(facts.outcome.best)(**{**vars(facts.outcome.best), "config": config})
-    changed = type(facts)(**{**vars(facts), "outcome": type(facts.outcome)("better", "s", "e", best)})
+    best = dataclasses.replace(facts.outcome.best, config=config)
+    changed = dataclasses.replace(facts, outcome=type(facts.outcome)("better", "s", "e", best))
     assert any("n-gram drafts" in caveat for caveat in changed.caveats)
 
 
 def test_text_from_a_server_is_escaped(facts, tmp_path):
-    evil = type(facts.results[0])(**{**vars(facts.results[0]), "log_tail": "<script>alert(1)</script>"})
-    changed = type(facts)(**{**vars(facts), "results": [evil, *facts.results], "out": tmp_path})
+    evil = dataclasses.replace(facts.results[0], log_tail="<script>alert(1)</script>")
+    changed = dataclasses.replace(facts, results=[evil, *facts.results], out=tmp_path)
     page = next(p for p in write_report(changed) if p.suffix == ".html").read_text()
     assert "<script>alert(1)" not in page
     assert "&lt;script&gt;alert(1)" in page
