@@ -6,18 +6,28 @@ import shlex
 import sys
 from pathlib import Path
 
+import optuna
 import pytest
 
 from loadgen.flags import parse_command
 from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.offered_flags import OfferedFlags
 from loadgen.targets.server import ServerTarget
-from tuner.command import Options, new_job, run
+from tuner.command import Options, new_job
+from tuner.findings import TrialFinding
+from tuner.interrupts import Interrupts
 from tuner.job import Job
 from tuner.knobs import KNOBS
+from tuner.observer import Observer
+from tuner.optimize import Optimizer
+from tuner.outcome import as_it_runs
 from tuner.reproduce import command_of
+from tuner.result import Measurement, Reading, TrialResult
+from tuner.slo import parse_slo
 from tuner.space import SpaceError
+from tuner.storage import open_study
 from tuner.target import TargetError, check_offered, make_target, started_as
+from tuner.trial import Bench
 
 FAKE = Path(__file__).parents[1] / "fake_server.py"
 VLLM = "A=1 B='x y' numactl -N 0 /opt/bin/vllm serve 'my model' --max-num-seqs 64 --port 80"
@@ -105,19 +115,39 @@ def test_flags_that_the_program_lacks_are_refused_before_anything_begins() -> No
         check(Answering(), vary=("made_up=1,2",))
 
 
-def test_a_server_that_runs_is_measured_and_left_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_runs_is_measured_and_left_alone(tmp_path: Path) -> None:
     command = shlex.join([sys.executable, "-S", str(FAKE), "m"])
     with ServerTarget(f"{command} {{flags}}", log_dir=tmp_path).open({"max_num_seqs": 4}) as server:
         options = Options(
-            target=server.url, flags="--max-num-seqs 4", rate=20.0, workload="chat", run_seconds=1.0
+            target=server.url, flags="--max-num-seqs 4", rate=25.0, workload="random", run_seconds=1.0
         )
         job = new_job(options)
-        assert isinstance(make_target(job, tmp_path, 60.0), EndpointTarget)
-        assert run(Options(**{**vars(options), "out": tmp_path / "out"})) == 0
+        target = make_target(job, tmp_path, 60.0)
+        assert isinstance(target, EndpointTarget)
+        bench = Bench(target, Observer(), Interrupts(), tmp_path / "out")
+        record = open_study(optuna.storages.InMemoryStorage(), "s", parse_slo(job.slo).objective)
+        optimizer = Optimizer(job, bench, record)
+        outcome = optimizer.run()
         assert server.scrape()  # it still runs
-    said = capsys.readouterr().out
-    assert "was measured as it runs and not restarted" in said
-    assert "The doctor: " in said
-    assert len(list((tmp_path / "out" / "trials").iterdir())) == 2  # the baseline's two loads
+    assert (outcome.kind, outcome.exit_code) == ("measured", 0)
+    assert outcome.ended == "the server runs already and is not restarted"
+    assert f"{server.url} was measured as it runs and not restarted: ITL P99" in outcome.sentence
+    assert "The doctor: " in outcome.sentence
+    assert optimizer.launched() == 1
+
+
+def test_what_the_doctor_prescribes_for_it_is_said() -> None:
+    measured = Measurement({"itl_p99": Reading(0.05)}, window=10.0)
+    findings = (
+        TrialFinding("seq-cap", "warning", "Too few sequences", {}, ({"max_num_seqs": 64},)),
+        TrialFinding("kv-idle", "info", "An idle pool", {}, ({"max_num_seqs": 128},)),
+        TrialFinding("overload", "warning", "Overload", {}, (), suppressed_by="seq-cap"),
+    )
+    told = TrialResult(0, {}, "baseline", "measured", measurement=measured, findings=findings)
+    outcome = as_it_runs(told, "http://h", parse_slo("itl"), "…")
+    assert outcome.sentence.endswith(
+        "The doctor: Too few sequences (seq-cap). It prescribes: --max-num-seqs 64. To try that, give the "
+        "command that starts the server as --target"
+    )
+    failed = TrialResult(0, {}, "baseline", "failed", reason="hangs")
+    assert as_it_runs(failed, "http://h", parse_slo("itl"), "…").exit_code == 1
