@@ -19,7 +19,7 @@ from doctor.defaults import NAMES, Engine, Platform
 from doctor.expression import parse_expression
 from loadgen.sglang_flags import SPELLING
 from loadgen.targets.offered_flags import OfferedFlags
-from tuner.axis import Axis, Value
+from tuner.axis import Axis, Value, is_number
 from tuner.memory import MemoryPlan
 from tuner.rules import Numbers, evaluate
 
@@ -32,6 +32,13 @@ SERVERS: Mapping[str, str] = {"bundled": "the bundled engine", "vllm": "vLLM", "
 EVERY = tuple(SERVERS)
 ENGINES: Mapping[str, Engine] = {"bundled": "vtune", "vllm": "vllm", "sglang": "sglang"}
 """A kind of server -> whose defaults the doctor gives it."""
+
+
+MAX_RUNGS = 1000
+
+
+class SpaceError(ValueError):
+    """``--fix``, ``--vary`` or a space file names something that cannot be fixed or varied."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +74,11 @@ class Knob:
         return self.name.partition(".")[0]
 
     def axis(self, numbers: Numbers, baseline: Value) -> Axis:
-        """Its rungs where the expressions' names have these values."""
+        """Its rungs where the expressions' names have these values. Raises SpaceError."""
         rungs = [*self.values, *self._ladder(numbers)]
         ends = [v for v in self.last if v not in rungs]
+        if is_number(baseline) and (odd := [v for v in (*rungs, *ends) if not is_number(v)]):
+            raise SpaceError(f"{self.name}: is the number {baseline} now, and {odd[0]!r} is none.")
         if baseline is not None and baseline not in (*rungs, *ends):
             rungs.append(baseline)
         if self.ordered:
@@ -83,12 +92,25 @@ class Knob:
     def _ladder(self, numbers: Numbers) -> list[Value]:
         if not self.low:
             return []
-        low, high = (evaluate(parse_expression(text))(numbers) for text in (self.low, self.high))
+        low, high = (self._bound(text, numbers) for text in (self.low, self.high))
         if not self.step:
             return list(geometric(low, high))
+        if not (high - low) / self.step < MAX_RUNGS:
+            raise SpaceError(f"{self.name}: more than {MAX_RUNGS} values from {low:g} to {high:g}.")
         count = math.floor((high - low) / self.step + 1e-9) + 1
         steps = (round(low + at * self.step, 6) for at in range(max(count, 0)))
         return [int(value) if value == int(value) else value for value in steps]
+
+    def _bound(self, text: str, numbers: Numbers) -> float:
+        try:
+            return evaluate(parse_expression(text))(numbers)
+        except KeyError as missing:
+            raise SpaceError(
+                f"{self.name}: {text!r}: {missing.args[0]} is not known here; known are "
+                f"{', '.join(sorted(numbers))}."
+            ) from None
+        except ZeroDivisionError:
+            raise SpaceError(f"{self.name}: {text!r}: divides by 0.") from None
 
 
 def _switch(name: str, default: bool, servers: tuple[str, ...] = EVERY) -> Knob:

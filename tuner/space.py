@@ -1,8 +1,8 @@
 """What may be varied around a baseline, and the rules that a config must hold before any launch.
 
 An axis is one parameter of the search; a knob like ``speculative_config`` spreads over several axes, named
-``flag.key``. Axes are ladders, not free numbers: a measurement can tell neighbours apart, the values are those
-that people write, and a config that was measured is recognised when it returns.
+``flag.key``. Axes are ladders, not free numbers: a measurement can tell neighbours apart, the values are
+those that people write, and a config that was measured is recognised when it returns.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ from tuner.knobs import (
     SPECULATION,
     THRESHOLD,
     Knob,
+    SpaceError,
     Surroundings,
     default_of,
     geometric,
     knobs_of,
 )
 from tuner.rules import RULES, Rule
-from tuner.space_file import SpaceError, SpaceFile
+from tuner.space_file import SpaceFile
 
 __all__ = [
     "DRAFTS",
@@ -223,6 +224,7 @@ def build_space(
     if not axes:
         raise SpaceError("nothing is left to vary. Fix fewer flags, or --vary one.")
     rules = (*RULES, *file.rules) if file else RULES
+    _check_rules(file.rules if file else (), {**numbers, **values, **dict.fromkeys(a.name for a in axes)})
     return Space(axes, whole, max_model_len, rules, around, tuple(notes))
 
 
@@ -325,6 +327,17 @@ def _check_names(
             raise SpaceError(
                 f"--vary {flag}: has no range of its own{near}. Give the values: --vary {flag}=A,B."
             )
+
+
+def _check_rules(rules: Sequence[Rule], names: Iterable[str]) -> None:
+    """Raises SpaceError for a constraint on what no config has: a slip of the pen would be silent."""
+    known = {
+        part for name in (*names, *(knob.name for knob in KNOBS)) for part in (name, name.rpartition(".")[2])
+    }
+    for rule in rules:
+        for name in sorted(rule.compared | rule.when.keys()):
+            if name not in known:
+                raise SpaceError(f"--space: constraint {rule.holds!r}: no flag {name}{_near(name, known)}.")
 
 
 def _explicit(name: str, values: tuple[Value, ...], baseline: Config, own: Sequence[Knob]) -> Knob:

@@ -23,15 +23,11 @@ from typing import Any, NoReturn
 
 from doctor.expression import ExpressionError, parse_expression
 from tuner.axis import Value, is_number
-from tuner.knobs import KNOBS, Knob
+from tuner.knobs import KNOBS, Knob, SpaceError
 from tuner.rules import Rule
 
 _KNOB_KEYS = ("values", "low", "high", "step", "last", "needs", "needs_value")
 _RULE_KEYS = ("holds", "because", "when")
-
-
-class SpaceError(ValueError):
-    """``--fix``, ``--vary`` or a space file names something that cannot be fixed or varied."""
 
 
 @dataclass(frozen=True)

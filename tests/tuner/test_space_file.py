@@ -75,6 +75,35 @@ def test_constraints_refuse_without_a_launch() -> None:
     assert found.refusals({**BASELINE, "max_num_seqs": 8, "enable_prefix_caching": False}) == [tokens, seqs]
 
 
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (
+            {"knobs": {"max_num_seqs": {"low": 1, "high": "2 * max_seqs"}}},
+            "max_seqs is not known here; known are",
+        ),
+        ({"knobs": {"max_num_seqs": {"low": 1, "high": "2 / (1 - 1)"}}}, "divides by 0"),
+        ({"knobs": {"max_num_seqs": {"low": 0, "high": 1e9, "step": 1}}}, "more than 1000 values"),
+        ({"knobs": {"max_num_seqs": {"low": 0, "high": "kv_requests", "step": 1}}}, "more than 1000 values"),
+        ({"knobs": {"max_num_seqs": ["few", "many"]}}, "is the number 128 now, and 'few' is none"),
+        (
+            {"knobs": {"max_num_seqs": [8]}, "constraints": ["max_num_seq < 9"]},
+            r"no flag max_num_seq \(did you mean max_num_seqs\?\)",
+        ),
+        (
+            {
+                "knobs": {"max_num_seqs": [8]},
+                "constraints": [{"holds": "max_num_seqs < 9", "when": {"pr": 1}}],
+            },
+            "no flag pr",
+        ),
+    ],
+)
+def test_what_only_shows_beside_a_baseline_is_said_too(data: dict[str, Any], says: str) -> None:
+    with pytest.raises(SpaceError, match=says):
+        space(data)
+
+
 def test_fix_and_vary_go_on_top_of_a_file() -> None:
     data = {"knobs": {"max_num_seqs": [8, 16], "max_num_batched_tokens": [512, 1024]}}
     found = space(data, fix=["max_num_seqs"], vary={"block_size": (16, 32), "enable_prefix_caching": None})
