@@ -68,6 +68,8 @@ class Knob:
     """The knob that this one depends on, and the value it must have; None: any that is true."""
     idle_with: tuple[str, ...] = ()
     """Flags beside which this one does nothing."""
+    on_cpu: tuple[Value, ...] | None = None
+    """``values`` for vLLM's build for CPUs, where they differ; (): there it does nothing."""
 
     @property
     def flag(self) -> str:
@@ -170,7 +172,7 @@ KNOBS = (
         servers=("bundled", "vllm"),
     ),
     Knob("block_size", (8, 16, 32, 64), default=16, servers=("bundled",)),
-    Knob("block_size", (16, 32, 64, 128), servers=("vllm",)),
+    Knob("block_size", (16, 32, 64, 128), servers=("vllm",), on_cpu=(32, 64, 128)),
     Knob("block_size", (1, 16, 32, 64), default=1, servers=("sglang",)),
     Knob(
         "kv_cache_dtype",
@@ -191,7 +193,7 @@ KNOBS = (
         ordered=False,
         default="fcfs",
     ),
-    Knob("max_cudagraph_capture_size", low="8", high="512", servers=("vllm", "sglang")),
+    Knob("max_cudagraph_capture_size", low="8", high="512", servers=("vllm", "sglang"), on_cpu=()),
     Knob("tensor_parallel_size", (1, 2, 4, 8), servers=("vllm", "sglang")),
     Knob("api_server_count", (1, 2, 4), default=1, servers=("vllm", "sglang")),
     Knob("stream_interval", (1, 2, 4, 8), default=1, servers=("vllm", "sglang")),
@@ -245,6 +247,11 @@ class Surroundings:
         }
 
     @property
+    def cpu(self) -> bool:
+        """Whether the server is vLLM's build for CPUs, which says so in its version."""
+        return self.offered is not None and (self.offered.version or "").endswith("+cpu")
+
+    @property
     def program(self) -> str:
         """Who offers flags, for people: ``vllm 0.32.0``."""
         assert self.offered is not None, "asked only where it is known"
@@ -259,6 +266,8 @@ class Surroundings:
         flag = self.spelling(knob.flag)
         if self.offered is not None and flag not in self.offered:
             return f"{self.program} has no --{flag.replace('_', '-')}"
+        if knob.on_cpu == () and self.cpu:
+            return "it has no effect on a CPU"
         if knob.flag == "gpu_memory_utilization" and self.memory and self.memory.pinned:
             return "the KV pool is set in bytes, which leaves it without effect"
         if beside := next((flag for flag in knob.idle_with if baseline.get(flag) is not None), None):
@@ -266,7 +275,9 @@ class Surroundings:
         return ""
 
     def narrowed(self, knob: Knob) -> Knob:
-        """Without the words that the program does not take."""
+        """With the values that this build and this program take."""
+        if knob.on_cpu and self.cpu:
+            knob = replace(knob, values=knob.on_cpu)
         if self.offered is None or "." in knob.name:
             return knob
         flag = self.spelling(knob.flag)

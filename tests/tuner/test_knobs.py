@@ -89,6 +89,16 @@ def test_only_values_that_the_program_lists_are_tried() -> None:
     assert space("vllm", around=both, vary={"kv_cache_dtype": None}).axes[-1].values == ("auto", "fp8")
 
 
+def test_a_build_for_cpus_has_other_blocks_and_no_graphs() -> None:
+    flags = dict.fromkeys([knob.flag for knob in KNOBS], ())
+    around = Surroundings("vllm", offered=OfferedFlags("/bin/vllm", "0.32.0+cpu", flags))
+    assert space("vllm", around=around, vary={"block_size": None}).axes[-1].values == (32, 64, 128)
+    with pytest.raises(SpaceError, match="max_cudagraph_capture_size: it has no effect on a CPU"):
+        space("vllm", around=around, vary={"max_cudagraph_capture_size": None})
+    gpu = Surroundings("vllm", offered=OfferedFlags("/bin/vllm", "0.32.0", flags))
+    assert space("vllm", around=gpu, vary={"block_size": None}).axes[-1].values == (16, 32, 64, 128, None)
+
+
 def test_a_pool_set_in_bytes_makes_the_share_of_memory_idle() -> None:
     plan = MemoryPlan(0, 0.92, 0, 0, 2 * GIB, 93_184, 0, pinned=True)
     found = space("vllm", around=Surroundings("vllm", memory=plan))
