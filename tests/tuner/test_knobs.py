@@ -92,7 +92,7 @@ def test_only_values_that_the_program_lists_are_tried() -> None:
 def test_a_build_for_cpus_has_other_blocks_and_no_graphs() -> None:
     flags = dict.fromkeys([knob.flag for knob in KNOBS], ())
     around = Surroundings("vllm", offered=OfferedFlags("/bin/vllm", "0.32.0+cpu", flags))
-    assert space("vllm", around=around, vary={"block_size": None}).axes[-1].values == (32, 64, 128)
+    assert space("vllm", around=around, vary={"block_size": None}).axes[-1].values == (32, 64, 128, None)
     with pytest.raises(SpaceError, match="max_cudagraph_capture_size: it has no effect on a CPU"):
         space("vllm", around=around, vary={"max_cudagraph_capture_size": None})
     gpu = Surroundings("vllm", offered=OfferedFlags("/bin/vllm", "0.32.0", flags))
