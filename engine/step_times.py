@@ -4,16 +4,18 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import numpy as np
 
 from engine.step import StepPlan
 
-KNEES = (0, 1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens below which reading the weights may be what takes the time: what the fit chooses from."""
+KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Numbers of tokens between which the fitted time of the linear layers is a straight line."""
 TRIMMED = 0.05
 """Share of the samples that the fit drops as noise of a shared machine."""
 
@@ -71,10 +73,11 @@ class StepTimes:
     """Seconds of a step, host and device apart, as a sum of what it does.
 
     host   = host + host_per_sequence * sequences
-    device = launch + max(weights, per_token * tokens) + per_row * rows
+    device = launch + linear(tokens) + per_row * rows
              + per_exchanged_token * tokens + per_context * context + per_pair * pairs
              + per_moved_block * moved_blocks
              (a step without tokens: the last term alone)
+    linear = max(weights, per_token * tokens), or by ``curve``
 
     The maximum is the roofline of the linear layers: few tokens wait for the weights to be read, many for
     the products to be computed. All coefficients are in seconds, or seconds for each of StepLoad's counts.
@@ -97,6 +100,13 @@ class StepTimes:
     per_context: float = 0.0
     per_pair: float = 0.0
     per_moved_block: float = 0.0
+    curve: tuple[tuple[float, float], ...] = ()
+    """As measured: the seconds of the linear layers at some numbers of tokens, ascending; straight lines
+    between and beyond. Kernels have better and worse shapes, which two coefficients do not show."""
+    entry: float = 0.0
+    """From a request's sending to the engine's queue, and what its answers lose on their way back."""
+    entry_per_token: float = 0.0
+    """Of its prompt."""
     source: str = ""
     """Where the coefficients come from, for people."""
 
@@ -109,13 +119,26 @@ class StepTimes:
             return moving
         return (
             self.launch
-            + max(self.weights, self.per_token * load.tokens)
+            + self._linear(load.tokens)
             + self.per_row * load.rows
             + self.per_exchanged_token * load.tokens
             + self.per_context * load.context
             + self.per_pair * load.pairs
             + moving
         )
+
+    def entry_seconds(self, prompt_tokens: int) -> float:
+        return self.entry + self.entry_per_token * prompt_tokens
+
+    def _linear(self, tokens: int) -> float:
+        curve = self.curve
+        if not curve:
+            return max(self.weights, self.per_token * tokens)
+        if len(curve) == 1:
+            return curve[0][1]
+        after = min(max(bisect_left(curve, (tokens,)), 1), len(curve) - 1)
+        (left, low), (right, high) = curve[after - 1], curve[after]
+        return max(low + (tokens - left) * (high - low) / (right - left), 0.0)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -129,14 +152,25 @@ class StepTimes:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(given) - known):
             raise ValueError(f"unknown coefficient {unknown[0]!r}; known are {', '.join(sorted(known))}")
+        curve = given.pop("curve", [])
         for name, value in given.items():
             if name != "source" and not _is_amount(value):
                 raise ValueError(f"{name} must be a number, 0 or more, is {value!r:.40}")
-        return cls(**given)
+        if not _is_curve(curve):
+            raise ValueError(f"curve must be pairs of tokens, ascending, and seconds, is {curve!r:.40}")
+        return cls(**given, curve=tuple((tokens, seconds) for tokens, seconds in curve))
 
 
 def _is_amount(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < float("inf")
+
+
+def _is_curve(value: Any) -> bool:
+    if not isinstance(value, list) or not all(isinstance(point, list) and len(point) == 2 for point in value):
+        return False
+    if not all(map(_is_amount, chain.from_iterable(value))):
+        return False
+    return all(a[0] < b[0] for a, b in pairwise(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,42 +185,39 @@ class StepSample:
 def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> StepTimes:
     """The coefficients that explain measured steps best, none negative (NNLS on relative errors).
 
-    The knee of the roofline is searched among KNEES; the worst twentieth of the samples is dropped.
-    ``per_moved_block`` and ``per_exchanged_token`` are not fitted. Raises ValueError below 10 samples.
+    The linear layers become a curve with knots at KNOTS, as far as the samples go; the worst twentieth of the
+    samples is dropped. ``per_moved_block`` and ``per_exchanged_token`` are not fitted, nor is ``entry``.
+    Raises ValueError below 10 samples.
     """
     if len(samples) < 10:
         raise ValueError(f"{len(samples)} measured steps are too few to fit step times to; 10 is the least")
-    seconds = np.array([sample.device_seconds for sample in samples])
-    knee, coefficients = _fit_device([sample.load for sample in samples], seconds)
-    launch, per_token, per_row, per_context, per_pair = coefficients
+    loads = [sample.load for sample in samples]
+    most = max(load.tokens for load in loads)
+    knots = [*(knot for knot in KNOTS if knot < most), max(most, 2)]
+    others = [(1, load.rows, load.context, load.pairs) for load in loads]
+    columns = np.hstack([np.array(others, dtype=float), _hinges([load.tokens for load in loads], knots)])
+    fitted, _ = _relative_nnls(columns, np.array([sample.device_seconds for sample in samples]))
+    launch, per_row, per_context, per_pair, *slopes = (float(value) for value in fitted)
     hosts = [(sample.load, sample.host_seconds) for sample in samples if sample.host_seconds is not None]
     host, host_per_sequence = _fit_host(hosts)
+    rises = (slope * (b - a) for slope, (a, b) in zip(slopes, pairwise(knots), strict=True))
     return StepTimes(
         host=host,
         host_per_sequence=host_per_sequence,
         launch=launch,
-        weights=per_token * knee,
-        per_token=per_token,
         per_row=per_row,
         per_context=per_context,
         per_pair=per_pair,
+        curve=tuple(zip(map(float, knots), accumulate(rises, initial=0.0), strict=True)),
         source=source,
     )
 
 
-def _fit_device(loads: Sequence[StepLoad], seconds: np.ndarray) -> tuple[int, list[float]]:
-    """The knee, and the coefficients of 1, max(tokens, knee), rows, context, pairs."""
-    best: tuple[float, int, np.ndarray] | None = None
-    for knee in KNEES:
-        columns = np.array(
-            [(1, max(load.tokens, knee), load.rows, load.context, load.pairs) for load in loads],
-            dtype=float,
-        )
-        coefficients, error = _relative_nnls(columns, seconds)
-        if best is None or error < best[0] * (1 - 1e-6):
-            best = error, knee, coefficients
-    assert best is not None
-    return best[1], [float(value) for value in best[2]]
+def _hinges(tokens: Sequence[int], knots: Sequence[int]) -> np.ndarray:
+    """How far each number of tokens reaches into the piece between two knots; beyond the last: into it."""
+    given = np.array(tokens, dtype=float)[:, None]
+    low, high = np.array(knots[:-1], dtype=float), np.array(knots[1:], dtype=float)
+    return np.clip(given - low, 0.0, high - low)
 
 
 def _fit_host(hosts: Sequence[tuple[StepLoad, float]]) -> tuple[float, float]:

@@ -71,6 +71,9 @@ class VirtualServer(Protocol):
 
     @property
     def busy(self) -> bool: ...
+    def entry(self, prompt_tokens: int) -> float:
+        """Seconds from a request's sending to the server's queue."""
+
     def submit(self, request_id: str, token_ids: Sequence[int], planned: PlannedRequest, at: float) -> None:
         """Queue a request. Raises ValueError, in the server's words, for one that it refuses."""
 
@@ -256,13 +259,24 @@ class VirtualClient:
         flight.sent, flight.prompt_tokens = now, len(token_ids)
         flight.server = self._route.choose(flight.planned, token_ids)
         self._flying[flight.request_id] = flight
+        self._at(now + self._timeout, lambda: self._expire(flight, now + self._timeout))
+        if delay := self._servers[flight.server].entry(len(token_ids)):
+            self._at(now + delay, lambda: self._submit(flight, token_ids, now + delay))
+        else:
+            self._submit(flight, token_ids, now)
+
+    def _submit(self, flight: _Flight, token_ids: Sequence[int], now: float) -> None:
+        if flight.ended is not None:  # the client has hung up
+            return
         try:
             self._servers[flight.server].submit(flight.request_id, token_ids, flight.planned, now)
         except ValueError as error:
             # As an event, or a closed loop of refused requests would recurse.
-            self._at(now, partial(self._finish, flight, now, Failure.HTTP_ERROR, str(error)))
-            return
-        self._at(now + self._timeout, lambda: self._expire(flight, now + self._timeout))
+            self._at(now, partial(self._refuse, flight, now, str(error)))
+
+    def _refuse(self, flight: _Flight, now: float, detail: str) -> None:
+        if flight.ended is None:
+            self._finish(flight, now, Failure.HTTP_ERROR, detail)
 
     # What comes back.
 

@@ -6,16 +6,17 @@ import hashlib
 import json
 import platform
 import shlex
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadgen.counters import Counters, CountersError
 from loadgen.flags import render
-from loadgen.target import OpenTarget, StartFailed, Target
+from loadgen.target import OpenTarget, StartFailed, Target, TargetFailed
 from loadgen.targets.offered_flags import OfferedFlags
 from loadgen.workload import PlannedRequest, Schedule
 
@@ -300,6 +301,9 @@ class _Door:
     def busy(self) -> bool:
         return self.server.busy
 
+    def entry(self, prompt_tokens: int) -> float:
+        return self.server.times.entry_seconds(prompt_tokens)
+
     def submit(self, request_id: str, token_ids: Sequence[int], planned: PlannedRequest, at: float) -> None:
         from engine.request import SamplingParams
         from engine.simulate import TimedRequest
@@ -401,8 +405,6 @@ def _maker(
 def _measured(calibrating: Callable[[str], None] | None) -> StepTimes:
     """The bundled model's step times on this machine: from the cache, or measured and put there."""
     from engine.bundled import cache_dir
-    from engine.calibrate import calibrate
-    from engine.config import EngineConfig
     from engine.step_times import StepTimes
     from loadgen.record import write_atomically
 
@@ -411,15 +413,39 @@ def _measured(calibrating: Callable[[str], None] | None) -> StepTimes:
         return StepTimes.from_json(saved.read_text(encoding="utf-8"))
     if calibrating:
         calibrating(f"measuring the bundled model's steps on this machine, kept in {saved}")
-    try:
-        times, _ = calibrate(EngineConfig(max_model_len=2048, max_num_seqs=32))
-    except ImportError as error:
-        raise ValueError(
-            f"{PREFIX}{HERE} measures the bundled engine once, and {error.name} is missing: "
-            "pip install 'vtune-llm[engine]'"
-        ) from None
+    times = measure_steps()
     write_atomically(saved, [times.to_json(), "\n"])
     return times
+
+
+def measure_steps() -> StepTimes:
+    """Step times of the bundled model's server on this machine, by its own step log under a load of all kinds,
+    so that the processes that share the cores with it are in them. Some 40 s; leave the machine alone.
+
+    Raises ValueError where the ``engine`` extra is missing, or the server fails.
+    """
+    from engine.step_log import read_step_log
+    from engine.step_times import fit_step_times
+    from loadgen import calibration
+    from loadgen.targets.server import ServerTarget
+
+    with tempfile.TemporaryDirectory(prefix="vtune-steps-") as folder:
+        log = Path(folder) / "steps"
+        target = ServerTarget.bundled(env={"VTUNE_STEP_LOG": str(log)})
+        try:
+            with target.open(calibration.FLAGS) as server:
+                waves = calibration.run(server, _read_model(HERE).vocab_size)
+                next(waves)
+                cold = len(read_step_log(log.read_text(encoding="utf-8")))
+                runs = list(waves)
+        except TargetFailed as failure:
+            raise ValueError(
+                f"{PREFIX}{HERE} measures the bundled engine once, and that failed: {failure.detail}"
+            ) from None
+        samples = read_step_log(log.read_text(encoding="utf-8"))[cold:]
+    entry, entry_per_token = calibration.entry(runs)
+    times = fit_step_times(samples, f"{len(samples)} steps of the bundled server on this machine")
+    return replace(times, entry=entry, entry_per_token=entry_per_token)
 
 
 def _device_bytes(simulation: Simulation) -> int:

@@ -80,8 +80,9 @@ def samples(count: int, noise: float, seed: int = 1) -> list[StepSample]:
 def test_the_fit_finds_the_coefficients_of_exact_samples() -> None:
     fitted = fit_step_times(samples(200, noise=0.0), source="exact")
     assert median_error(fitted, samples(50, noise=0.0, seed=2)) < 1e-3
-    assert fitted.per_token == pytest.approx(TRUE.per_token, rel=1e-3)
-    assert fitted.weights == pytest.approx(TRUE.weights, rel=1e-3)
+    for tokens in (1, 5, 8, 100, 1000):
+        load = StepLoad(tokens, 1, 1, tokens, tokens)
+        assert fitted.device_seconds(load) == pytest.approx(TRUE.device_seconds(load), rel=5e-3)
     assert fitted.host == pytest.approx(TRUE.host, rel=1e-3)
     assert fitted.source == "exact"
 
@@ -108,14 +109,24 @@ def test_host_times_may_be_unknown() -> None:
     assert (fitted.host, fitted.host_per_sequence) == (0.0, 0.0)
 
 
+def test_a_curve_is_a_straight_line_between_its_points_and_beyond() -> None:
+    times = StepTimes(launch=1.0, weights=9.0, curve=((2.0, 1.0), (4.0, 2.0), (8.0, 8.0)))
+    found = [times.device_seconds(StepLoad(tokens, 0, 0, 0, 0)) - 1.0 for tokens in (1, 2, 3, 4, 6, 8, 10)]
+    assert found == [0.5, 1.0, 1.5, 2.0, 5.0, 8.0, 11.0]
+
+
 def test_json_there_and_back() -> None:
-    assert StepTimes.from_json(TRUE.to_json()) == TRUE
+    curved = replace(TRUE, curve=((1.0, 0.0), (64.0, 0.5)), entry=0.25)
+    for times in (TRUE, curved):
+        assert StepTimes.from_json(times.to_json()) == times
     for text, message in (
         ("[1]", "must be a JSON object"),
         ('{"per_tokne": 1}', "unknown coefficient 'per_tokne'; known are"),
         ('{"host": -1}', "host must be a number, 0 or more"),
         ('{"host": true}', "host must be a number"),
         ('{"host": Infinity}', "host must be a number"),
+        ('{"curve": [[2, 1], [1, 2]]}', "curve must be pairs of tokens, ascending, and seconds"),
+        ('{"curve": [[2]]}', "curve must be pairs of tokens, ascending, and seconds"),
         ("{", "Expecting property name"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -186,7 +197,8 @@ def test_calibration_finds_the_step_times_of_a_simulated_engine() -> None:
     for sample in measured:
         spent = TRUE.device_seconds(sample.load) + TRUE.host_seconds(sample.load)
         assert sample.device_seconds == pytest.approx(spent)
-    assert times.per_token == pytest.approx(TRUE.per_token, rel=0.01)
+    (a, low), (b, high) = times.curve[-2:]
+    assert (high - low) / (b - a) == pytest.approx(TRUE.per_token, rel=0.01)
     assert times.per_moved_block == pytest.approx(TRUE.per_moved_block, rel=0.02)
 
 

@@ -30,12 +30,16 @@ class StepServer:
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.delay = 0.0
         self.left: dict[str, int] = {}
         self.served: list[str] = []
 
     @property
     def busy(self) -> bool:
         return bool(self.left)
+
+    def entry(self, prompt_tokens: int) -> float:
+        return self.delay
 
     def submit(self, request_id: str, token_ids: Sequence[int], planned: PlannedRequest, at: float) -> None:
         if len(token_ids) > ROOM:
@@ -241,3 +245,25 @@ def test_text_has_a_token_for_every_four_characters() -> None:
     longer = replace(chat, messages=(*(chat.messages or ()), ("user", "And now?")))
     assert len(tokens_of(chat)) == -(-len("user: Hello, how are you?\n") // 4)
     assert list(tokens_of(longer))[:6] == list(tokens_of(chat))[:6]
+
+
+def test_a_request_takes_its_time_to_the_servers_queue() -> None:
+    server = StepServer()
+    server.delay = 0.25
+    schedule = load(2)
+    client = VirtualClient(schedule, [server], make_route("random", 1, schedule))
+    client.run()
+    first = records_of(client, schedule, environment={}).requests[0]
+    assert first.sent == first.intended
+    assert first.chunk_at[0] == round((0.25 + STEP) * 1e9)
+
+
+def test_who_hangs_up_on_the_way_to_the_queue_never_gets_there() -> None:
+    server = StepServer()
+    server.delay = 0.25
+    schedule = load(1)
+    client = VirtualClient(schedule, [server], make_route("random", 1, schedule), timeout=0.2)
+    client.run()
+    (request,) = records_of(client, schedule, environment={}).requests
+    assert request.failure is Failure.NO_ANSWER
+    assert not server.served

@@ -1,0 +1,79 @@
+"""A load that makes a server take steps of all kinds, so that a simulation learns what they take."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from loadgen.arrivals import ClosedLoop
+from loadgen.record import Records, RequestRecord
+from loadgen.stats import elsewhere
+from loadgen.target import OpenTarget
+from loadgen.workload import Length, RequestClass, Schedule, Workload
+
+FLAGS = {
+    "max_model_len": 2048,
+    "max_num_seqs": 32,
+    "max_num_batched_tokens": 2048,
+    "enable_per_request_metrics": True,
+}
+"""Of the server: so that everything fits into a step that may."""
+FEW_TOKENS, MANY_TOKENS = 200, 500
+"""Shorter prompts than the first tell what a request takes, longer ones than the second what a token does."""
+_SEED = 900
+
+
+@dataclass(frozen=True)
+class Wave:
+    """A closed loop of ``count`` requests; lengths in tokens."""
+
+    concurrency: int
+    count: int
+    output: int
+    prompts: Sequence[tuple[int, float, int]]
+    """(mean, spread, weight)."""
+
+    def schedule(self, seed: int, vocab_size: int) -> Schedule:
+        classes = tuple(
+            RequestClass(f"{mean} tokens", weight, Length(mean, spread), Length(self.output))
+            for mean, spread, weight in self.prompts
+        )
+        workload = Workload("calibration", classes, vocab_size)
+        arrival = ClosedLoop(self.concurrency)
+        return workload.schedule(seed=seed, arrival=arrival, num_requests=self.count, warmup=0)
+
+
+WARM_UP = Wave(4, 8, 8, [(64, 0.0, 1)])
+WAVES = (
+    Wave(1, 3, 24, [(40, 0.0, 1)]),
+    Wave(2, 4, 24, [(60, 0.0, 1)]),
+    Wave(4, 6, 24, [(80, 0.0, 1)]),
+    Wave(8, 12, 24, [(100, 0.0, 1)]),
+    Wave(16, 24, 24, [(60, 0.0, 1)]),
+    Wave(32, 48, 20, [(40, 0.0, 1)]),
+    Wave(1, 8, 3, [(128, 0.0, 1), (350, 0.0, 1), (700, 0.0, 1), (1500, 0.0, 1)]),
+    Wave(6, 9, 24, [(600, 0.0, 1)]),
+    Wave(10, 30, 24, [(32, 0.5, 3), (900, 0.3, 1)]),
+)
+"""Decodes of few and many, short and long prompts, apart and mixed: half a minute on the bundled model."""
+
+
+def run(server: OpenTarget, vocab_size: int) -> Iterator[Records]:
+    """Load ``server``, one wave after the other; the first warms it up."""
+    for number, wave in enumerate((WARM_UP, *WAVES)):
+        yield server.run(wave.schedule(_SEED + number, vocab_size))
+
+
+def entry(runs: Sequence[Records]) -> tuple[float, float]:
+    """What a request takes outside of the engine: seconds, and seconds a token of its prompt. Medians, of a
+    server with ``--enable-per-request-metrics``."""
+    answered = [request for records in runs for request in records.requests if request.ok]
+    short = [elsewhere(r) for r in answered if _prompt(r) <= FEW_TOKENS]
+    base = max(statistics.median(short), 0.0)
+    slopes = [(elsewhere(r) - base) / _prompt(r) for r in answered if _prompt(r) >= MANY_TOKENS]
+    return base, max(statistics.median(slopes), 0.0)
+
+
+def _prompt(request: RequestRecord) -> int:
+    return request.prompt_tokens or 0

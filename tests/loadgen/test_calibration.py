@@ -1,0 +1,38 @@
+"""The load that teaches a simulation what steps take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from recorded_exchange import record, records
+
+from loadgen import calibration
+from loadgen.record import RequestRecord
+
+
+def test_waves_fit_into_the_server_that_they_are_for() -> None:
+    for wave in (calibration.WARM_UP, *calibration.WAVES):
+        schedule = wave.schedule(1, vocab_size=1000)
+        assert wave.concurrency <= calibration.FLAGS["max_num_seqs"]
+        for request in schedule.requests:
+            whole = len(request.prompt_token_ids or ()) + request.max_tokens
+            assert whole <= calibration.FLAGS["max_model_len"]
+
+
+def test_no_two_waves_share_a_prompt() -> None:
+    firsts = [
+        request.prompt_token_ids
+        for number, wave in enumerate(calibration.WAVES)
+        for request in wave.schedule(number, vocab_size=49_152).requests
+    ]
+    assert len(set(firsts)) == len(firsts)
+
+
+def test_entry_is_what_a_request_takes_and_what_its_tokens_take() -> None:
+    def answered(index: int, prompt: int, outside: float) -> RequestRecord:
+        request = record(index, 0.0, first_s=0.5 + outside)
+        return replace(request, prompt_tokens=prompt, server_queue=0.2, server_prefill=0.3)
+
+    run = records([answered(0, 100, 0.004), answered(1, 20, 0.004), answered(2, 1000, 0.006)])
+    assert calibration.entry([run]) == (pytest.approx(0.004), pytest.approx(2e-6))
