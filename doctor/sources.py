@@ -5,19 +5,28 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit, urlunsplit
 
+from doctor.access import PASSWORD, TOKEN, Access
 from doctor.catalog import family
 from doctor.evaluators import Evaluator, ScrapeEvaluator, Span
 from doctor.exposition import ExpositionError, Recording, read_series_text, record, split_scrapes
 from doctor.period import Period
 from doctor.promql import PromQL
+from loadgen.clock import UnixClock
 
 TIMEOUT_S = 10.0
+QUERY_TIMEOUT_S = 30.0
+"""One query asks for many signals of a whole fleet."""
+LOG_IN = (
+    "Give --token-file FILE, or --user NAME with --password-file FILE "
+    f"(or set ${TOKEN}, or ${PASSWORD} beside --user)"
+)
+ANYBODY = Access()
 
 
 class SourceError(RuntimeError):
@@ -139,15 +148,17 @@ class MetricsUrl(Source):
         self,
         url: str,
         *,
+        access: Access = ANYBODY,
         interval: float = 1.0,
         progress: Callable[[float], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.url = _with_path(url, "/metrics")
+        self.url, self.access = _apart(_with_path(url, "/metrics"), access)
         self.name = urlsplit(self.url).netloc
         self.interval = interval
         self.progress = progress
         self.sleep = sleep
+        self._clock = UnixClock()
 
     def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
         scrapes = self._watch(window if window is not None else self.DEFAULT_WINDOW_S)
@@ -162,6 +173,7 @@ class MetricsUrl(Source):
         )
 
     def _watch(self, window: float) -> list[tuple[int, str]]:
+        self._clock = UnixClock()
         scrapes = [self.scrape()]
         begun = time.monotonic()
         try:
@@ -177,14 +189,17 @@ class MetricsUrl(Source):
 
     def scrape(self) -> tuple[int, str]:
         """(unix ms, exposition text) of now. Raises SourceError."""
-        return round(time.time() * 1000), _get(self.url)
+        return self._clock.ms(), _get(self.url, self.access)
 
     def _version(self) -> str | None:
         """vLLM and the bundled engine answer GET /version beside /metrics."""
         import requests
 
+        from doctor.session import Session
+
         try:
-            answer = requests.get(f"{self.url.rsplit('/', 1)[0]}/version", timeout=TIMEOUT_S)
+            with Session(self.access) as session:
+                answer = session.get(f"{self.url.rsplit('/', 1)[0]}/version", timeout=TIMEOUT_S)
             version = answer.json().get("version") if answer.ok else None
         except (requests.RequestException, ValueError, AttributeError):
             return None
@@ -196,19 +211,20 @@ class PrometheusSource(Source):
 
     ``selector`` is a PromQL matcher list, ``{job="vllm"}`` or ``job="vllm"``; ``at`` the window's end
     (unix s; None: now), or ``period`` says from when to when.
-    Credentials in the URL are used as basic authentication.
     """
 
     DEFAULT_WINDOW_S = 300.0
 
     def __init__(
-        self, url: str, selector: str = "", at: float | None = None, period: Period | None = None
+        self,
+        url: str,
+        selector: str = "",
+        at: float | None = None,
+        period: Period | None = None,
+        access: Access = ANYBODY,
     ) -> None:
-        parts = urlsplit(_with_path(url, ""))
-        self.auth = (parts.username, parts.password or "") if parts.username else None
-        host = parts.netloc.rsplit("@", 1)[-1]
-        self.url = f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
-        self.name = host
+        self.url, self.access = _apart(_with_path(url, "").rstrip("/"), access)
+        self.name = urlsplit(self.url).netloc
         self.selector = selector.strip().removeprefix("{").removesuffix("}").strip().rstrip(",")
         self.at = at
         self.period = period
@@ -238,8 +254,14 @@ class PrometheusSource(Source):
         from prometheus_api_client import PrometheusApiClientException, PrometheusConnect
         from urllib3.util.retry import Retry
 
+        from doctor.session import Session
+
         client = PrometheusConnect(
-            self.url, auth=self.auth, timeout=TIMEOUT_S, retry=Retry(total=1, backoff_factor=0)
+            self.url,
+            session=Session(self.access),
+            retry=Retry(total=1, backoff_factor=0),
+            timeout=QUERY_TIMEOUT_S,
+            method="POST",
         )
         params = {"time": at}
 
@@ -247,11 +269,10 @@ class PrometheusSource(Source):
             try:
                 answer = client.custom_query(query, params=params)
             except PrometheusApiClientException as error:
-                raise SourceError(
-                    f"{self.url}: Prometheus refused a query: {error}. Query: {query}"
-                ) from None
+                raise SourceError(f"{self.url}: {_refusal(str(error), query)}") from None
             except requests.RequestException as error:
-                raise SourceError(f"{self.url}: {_reason(error)}. Is this a Prometheus?") from None
+                reason = _reason(error, QUERY_TIMEOUT_S)
+                raise SourceError(f"{self.url}: {reason}. Is this a Prometheus?") from None
             except (KeyError, TypeError, ValueError):
                 raise SourceError(f"{self.url}: does not answer like Prometheus's HTTP API") from None
             if not isinstance(answer, list):
@@ -282,26 +303,52 @@ def _with_path(url: str, path: str) -> str:
     return full if parts.path.strip("/") else full.rstrip("/") + path
 
 
-def _get(url: str) -> str:
+def _apart(url: str, access: Access) -> tuple[str, Access]:
+    """A URL without the credentials in it, and these as basic authentication."""
+    parts = urlsplit(url)
+    if parts.username is None:
+        return url, access
+    host = parts.netloc.rsplit("@", 1)[-1]
+    if access.token is None and access.user is None:
+        password = unquote(parts.password or "")
+        access = replace(access, user=unquote(parts.username), password=password)
+    return urlunsplit(parts._replace(netloc=host)), access
+
+
+def _refusal(error: str, query: str) -> str:
+    """What an HTTP error of a Prometheus means."""
+    if "Status Code 401" in error or "Status Code 403" in error:
+        return f"wants to know who asks. {LOG_IN}"
+    shown = query if len(query) <= 500 else f"{query[:500]} … ({len(query)} characters)"
+    return f"Prometheus refused a query: {error}. Query: {shown}"
+
+
+def _get(url: str, access: Access) -> str:
     import requests
 
+    from doctor.session import Session
+
     try:
-        answer = requests.get(url, timeout=TIMEOUT_S)
+        with Session(access) as session:
+            answer = session.get(url, timeout=TIMEOUT_S)
     except requests.RequestException as error:
-        raise SourceError(f"{url}: {_reason(error)}. Is the server up, and is this its address?") from None
+        reason = _reason(error, TIMEOUT_S)
+        raise SourceError(f"{url}: {reason}. Is the server up, and is this its address?") from None
+    if answer.status_code in (401, 403):
+        raise SourceError(f"{url}: wants to know who asks. {LOG_IN}")
     if not answer.ok:
         raise SourceError(f"{url}: HTTP {answer.status_code}; is this the server's /metrics page?")
     return answer.text
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: Exception, timeout: float) -> str:
     """What a requests exception means, in a few words."""
     import requests
 
     if isinstance(error, requests.Timeout):
-        return f"no answer within {TIMEOUT_S:g} s"
+        return f"no answer within {timeout:g} s"
     if isinstance(error, requests.exceptions.SSLError):
-        return "TLS certificate or handshake refused"
+        return "its TLS certificate is not trusted here, or the handshake failed (--ca-file, --insecure)"
     if isinstance(error, requests.ConnectionError):
         return "cannot connect"
     return f"request failed ({error.__class__.__name__})"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from loadgen.targets.offered_flags import OfferedFlags
     from loadgen.workload import Schedule
 
+CLIENT_KILLED = "client_killed"
 ENVIRONMENTAL = frozenset(
     {
         "not_found",
@@ -24,6 +25,7 @@ ENVIRONMENTAL = frozenset(
         "disk_full",
         "unreachable",
         "not_restartable",
+        CLIENT_KILLED,
     }
 )
 """Reasons that say nothing about the config: the machine or the set-up is at fault."""
@@ -35,8 +37,8 @@ class TargetFailed(Exception):
     ``reason`` is one word to count by: out_of_memory, kv_cache_too_small, bad_flag, model_not_found,
     port_taken, not_found (the program), disk_full, killed, exited, timeout (never healthy), hangs
     (healthy, but the first request gets no answer), unhealthy (the first request fails), unreachable,
-    not_restartable. ``detail`` is a sentence for people; ``log_tail`` the last lines of the server's log,
-    "" where there is none.
+    not_restartable, client_killed (what sends the load, not the server). ``detail`` is a sentence for people;
+    ``log_tail`` the last lines of the server's log, "" where there is none.
     """
 
     def __init__(self, reason: str, detail: str, log_tail: str = "", log_path: Path | None = None) -> None:

@@ -28,7 +28,7 @@ NICENESS = -10
 READY = "ready"
 
 
-class WorkerDied(RuntimeError):
+class WorkerDied(ChildProcessError):
     """The client process ended without a result; the message has its exit status."""
 
 

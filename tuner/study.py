@@ -29,16 +29,12 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from loadgen.slo import Bound
 from tuner.result import SERVES, Status, TrialResult
-from tuner.slo import Objective
+from tuner.slo import Objective, RelativeBound
 from tuner.space import Config, Space, config_key, render_value
 from tuner.strategy import BASELINE, History, Strategy, TpeStrategy
 
 RULE = "rule"
 
-TIE = 0.1
-"""Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
-SLACK = 0.05
-"""Relative distance that a candidate should keep to its bounds."""
 MIN_IMPORTANCE_VALUES = 4
 """Fewer different outcomes say nothing about importance."""
 FRUITLESS = 5
@@ -78,7 +74,8 @@ class Study:
         self._study, self.space, self.objective = study, space, objective
         self.strategy = strategy or TpeStrategy(seed)
         self.bounds: tuple[Bound, ...] = ()
-        """The SLO's as numbers, once the baseline is measured; whoever measures it sets them."""
+        self.relative: tuple[RelativeBound, ...] = ()
+        """The SLO's, for strategies that model them; whoever knows it sets both."""
         told = len(study.get_trials(deepcopy=False))
         study.sampler = self.strategy.sampler(seed + told)
         self._rng = random.Random(seed + told)
@@ -108,8 +105,12 @@ class Study:
     @property
     def history(self) -> History:
         """What a strategy may know."""
+        return replace(self._told, taken=frozenset(self._known()), best=self.best())
+
+    @property
+    def _told(self) -> History:
         told = tuple(r for r in self.results if r.status not in ("interrupted", "duplicate"))
-        return History(self.space, self.objective, self.bounds, told, self.best(), frozenset(self._known()))
+        return History(self.space, self.objective, told, bounds=self.bounds, relative=self.relative)
 
     def enqueue(self, config: Config, origin: str, deaths: int = 0) -> None:
         """Propose ``config`` before anything of the sampler's. Configs queued or told already are left out.
@@ -183,54 +184,24 @@ class Study:
                 self.enqueue(config, attributes.get("origin", "sampler"), attributes.get("deaths", 0) + 1)
         return len(dead)
 
-    def interrupt(self, proposal: Proposal, reason: str) -> None:
-        """Give a proposal up without a result; its config is queued for when the study resumes."""
+    def interrupt(self, proposal: Proposal, reason: str, deaths: int = 0) -> None:
+        """Give a proposal up without a result; its config is queued for when the study goes on.
+
+        ``deaths``: of processes in the middle of it, now.
+        """
         self.tell(
             proposal, TrialResult(proposal.number, proposal.config, proposal.origin, "interrupted", reason)
         )
-        self.enqueue(proposal.config, proposal.origin)
+        deaths += proposal.trial.user_attrs.get("deaths", 0)
+        self.enqueue(proposal.config, proposal.origin, deaths)
 
     def best(self) -> TrialResult | None:
         """The best feasible config so far, which may be the baseline."""
-        baseline = self.baseline
-        first = next(iter(self.candidates()), None)
-        if baseline is None or not baseline.feasible:
-            return first
-        return first if first and self._rank(first) < self._rank(baseline) else baseline
+        return next(iter(self.strategy.rank(self._told)), None)
 
     def candidates(self) -> list[TrialResult]:
-        """Feasible configs other than the baseline's, in the order in which to confirm them.
-
-        Those that keep SLACK to every bound come first, for one measurement does not tell a bound that is
-        just held from one that is just missed. Then the objective decides, and of those that tie with the
-        best the one with fewest changes.
-        """
-        changed = (r for r in self.results if r.feasible and self.space.changes(r.config))
-        feasible = [r for r in changed if math.isfinite(r.value(self.objective))]
-        ordered = sorted(feasible, key=lambda r: (r.slack < SLACK, self._rank(r)))
-        if not ordered:
-            return []
-        top = ordered[0]
-        near = [r for r in ordered if r.slack >= min(SLACK, top.slack) and self._ties(r, top)]
-        first = min(near, key=lambda r: (len(self.space.changes(r.config)), ordered.index(r)))
-        return [first, *(r for r in ordered if r is not first)]
-
-    def _rank(self, result: TrialResult) -> tuple[float, float]:
-        """Smaller is better: the pessimistic end of the objective's interval, then its value.
-
-        A tail percentile of one run can be small by luck, when just fewer stalls than its share fell into the
-        run; its interval then reaches up to the stalls, and what is chosen for the value alone fails on fresh
-        runs.
-        """
-        reading = result.reading(self.objective)
-        if self.objective.direction == "minimize":
-            return (reading.high if math.isfinite(reading.high) else math.inf), reading.value
-        return -(reading.low if math.isfinite(reading.low) else reading.value), -reading.value
-
-    def _ties(self, a: TrialResult, b: TrialResult) -> bool:
-        """Within TIE of each other, both by the end of the interval and by value."""
-        pairs = zip(self._rank(a), self._rank(b), strict=True)
-        return all(x == y or abs(x - y) <= TIE * abs(y) for x, y in pairs)
+        """Feasible configs other than the baseline's, in the order in which to confirm them."""
+        return [r for r in self.strategy.rank(self._told) if self.space.changes(r.config)]
 
     def importances(self) -> dict[str, float]:
         """Axis -> share of the objective's variation (PED-ANOVA); empty with too few trials.
@@ -275,8 +246,8 @@ class Study:
             reason = "another worker measures the same config"
             self.tell(proposal, TrialResult(trial.number, config, origin, "interrupted", reason))
             return None
-        if trial.user_attrs.get("deaths", 0) > MAX_DEATHS:
-            reason = "the tuner's process died twice while this config was tried"
+        if origin != BASELINE and trial.user_attrs.get("deaths", 0) > MAX_DEATHS:
+            reason = "the tuner's process, or that of its load, died twice while this config was tried"
             self.tell(
                 proposal,
                 TrialResult(trial.number, config, origin, "failed", reason, violations={SERVES: 1.0}),

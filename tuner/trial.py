@@ -14,7 +14,7 @@ from doctor.defaults import Engine
 from loadgen.probe import Unreachable
 from loadgen.record import Records
 from loadgen.slo import Bound
-from loadgen.target import OpenTarget, Target, TargetFailed
+from loadgen.target import CLIENT_KILLED, OpenTarget, Target, TargetFailed
 from loadgen.workload import Schedule
 from tuner.findings import examine
 from tuner.interrupts import Interrupts
@@ -49,6 +49,10 @@ class Stuck(Exception):
 
 class SetupFailed(Exception):
     """The machine or the command is at fault, not the config: nothing can be learnt by going on."""
+
+
+class ClientKilled(SetupFailed):
+    """What sends the load was killed: this trial is lost, but another try may do."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,8 @@ def _faults(what: str, server: OpenTarget | None = None) -> Iterator[None]:
     try:
         yield
     except TargetFailed as failure:
+        if failure.reason == CLIENT_KILLED:
+            raise ClientKilled(failure.detail) from None
         if failure.environmental:
             raise SetupFailed(f"{failure.detail}\n{failure.log_tail}".strip()) from None
         raise ServerFailed(f"{what}: {failure.reason}: {failure.detail}", failure.log_tail) from None

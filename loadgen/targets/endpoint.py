@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from loadgen.flags import render
-from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
+from loadgen.target import CLIENT_KILLED, OpenTarget, RunFailed, StartFailed, Target
 from loadgen.targets.failures import classify
 from loadgen.targets.http import Http, NoAnswer
 from loadgen.targets.process import ServerProcess
@@ -47,6 +47,7 @@ class OpenServer(OpenTarget):
         drain: float | None = None,
     ) -> Records:
         from loadgen.client import Unreachable, run_schedule
+        from loadgen.worker import WorkerDied
 
         ended = threading.Event()
 
@@ -72,6 +73,8 @@ class OpenServer(OpenTarget):
                 self.raise_if_ended(RunFailed, _EXIT_SECONDS)
                 reason = "hangs" if self._process else "unreachable"
                 raise RunFailed(reason, str(error), self.log_tail(), self.log_path) from None
+            except WorkerDied as error:
+                raise RunFailed(CLIENT_KILLED, str(error)) from None
         records = replace(records, scrapes=tuple(scraper.scrapes))
         try:
             self._check_after_load()

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from loadgen.clock import UnixClock
 from loadgen.targets.http import Http, NoAnswer
 
 SCRAPE_SECONDS = 1.0
@@ -32,6 +33,7 @@ class Scraper:
         self.scrapes: list[tuple[int, str]] = []
         """(unix ms, text)."""
         self._scrape, self._over = scrape, over
+        self._clock = UnixClock()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._work, name="scraper", daemon=True)
 
@@ -56,6 +58,6 @@ class Scraper:
                 due = time.monotonic() + SCRAPE_SECONDS
 
     def _take(self) -> None:
-        stamp = time.time_ns() // 1_000_000
+        stamp = self._clock.ms()
         if text := self._scrape():
             self.scrapes.append((stamp, text))
