@@ -47,6 +47,7 @@ _SIGNS = [
 ]
 _PATTERNS = [(reason, re.compile(pattern, re.IGNORECASE)) for reason, pattern in _SIGNS]
 _ERROR = re.compile(r"\b\w*(Error|Exception): |\berror: ")
+_NOT_INSTALLED = re.compile(r"No module named '?(vllm|sglang)\b")
 _HEADLINE = re.compile(r"\bvalidation errors? for \w+$")
 _ELSEWHERE = re.compile("See (root cause|stack trace)|check the stack trace above")
 """Errors that only point to another one."""
@@ -58,6 +59,8 @@ _SIGNALS = {6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 def classify(log: str, status: int) -> Failure:
     """The most telling cause in the log: the first in order that any line shows, with its last such line."""
     lines = [text for line in log.splitlines() if (text := line.strip(_BLANK))]
+    if missing := next((line for line in lines if _NOT_INSTALLED.search(line)), ""):
+        return Failure("not_found", missing[:400])
     for reason, pattern in _PATTERNS:
         if (reason == "not_found") != (status == CANNOT_START):
             continue

@@ -281,6 +281,12 @@ def test_an_unknown_end_is_told_by_its_last_error_not_by_what_follows() -> None:
         ("", 128 + 11, "killed"),
         ("cannot start x: Permission denied", 127, "not_found"),
         ("sh: 1: y: not found", 127, "exited"),
+        (
+            "python: Error while finding module specification for 'sglang.launch_server' "
+            "(ModuleNotFoundError: No module named 'sglang')",
+            1,
+            "not_found",
+        ),
         ("RuntimeError: CUDA out of memory\nINFO shutting down\n", 1, "out_of_memory"),
         ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", 1, "out_of_memory"),
         (
