@@ -48,8 +48,8 @@ def one_knob_curves(
     objective: Objective,
     predictions: Mapping[str, Mapping[str, float]],
 ) -> list[KnobCurve]:
-    """A curve for every axis of the best config that two values or more are known of: measured, or by ``predictions`` (config's
-    key -> metric's name -> value)."""
+    """A curve for every axis of the best config of which two values or more are known, by measurement or by
+    ``predictions`` (config's key -> metric's name -> value)."""
     found = []
     there = space.params(best)
     for axis in (axis for axis in space.axes if axis.name in there):
