@@ -83,8 +83,9 @@ def test_a_server_is_started_measured_and_ended(tmp_path: Path) -> None:
     ],
 )
 def test_a_start_that_fails_says_why(tmp_path: Path, extra: list[str], reason: str, says: str) -> None:
-    slow = reason in ("timeout", "hangs")
-    target = fake(tmp_path, *extra, probe_timeout=0.5 if slow else 60, start_timeout=0.5 if slow else 60)
+    start_timeout = {"hang-start": 0.5, "unhealthy": 3.0}.get(extra[-1], 60.0)
+    probe_timeout = 0.5 if reason == "hangs" else 60.0
+    target = fake(tmp_path, *extra, probe_timeout=probe_timeout, start_timeout=start_timeout)
     with pytest.raises(StartFailed, match=says) as caught, target.open({}):
         pass
     assert caught.value.reason == reason
