@@ -141,7 +141,7 @@ def _run(options: Options, console: Console) -> int:
             join(storage, record, observer.note, interrupts) as crew,
         ):
             observer.note(f"{'resuming' if joined else 'study'} {name}: {parse_slo(job.slo).describe()}")
-            bench = Bench(target, observer, interrupts, out, ENGINES[job.server])
+            bench = Bench(target, observer, interrupts, out, None if job.running else ENGINES[job.server])
             optimizer = Optimizer(job, bench, record, crew)
             optimizer.simulator = make_simulator(job.prior, job.target, job.model, observer.note)
             try:

@@ -55,7 +55,7 @@ def examine(
     scrapes: Sequence[tuple[int, str]],
     flags: Mapping[str, Any],
     bounds: Sequence[Bound] = (),
-    engine: Engine = "vllm",
+    engine: Engine | None = "vllm",
 ) -> tuple[tuple[TrialFinding, ...], str]:
     """(findings, causes first; why there are none where the scrapes cannot be judged, else "").
 

@@ -77,8 +77,8 @@ class Bench:
     interrupts: Interrupts
     out: Path
     """Where records are written."""
-    engine: Engine = "vllm"
-    """Whose flags and metrics the doctor reads."""
+    engine: Engine | None = "vllm"
+    """Whose flags and metrics the doctor reads; None: as the metrics look."""
 
     def run(self, server: OpenTarget, schedule: Schedule) -> Records:
         """One load. Raises RunFailed, KeyboardInterrupt, and Stuck when it takes far too long."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from pathlib import Path
@@ -151,3 +152,17 @@ def test_what_the_doctor_prescribes_for_it_is_said() -> None:
     )
     failed = TrialResult(0, {}, "baseline", "failed", reason="hangs")
     assert as_it_runs(failed, "http://h", parse_slo("itl"), "…").exit_code == 1
+
+
+def test_a_space_file_is_kept_in_the_job(tmp_path: Path) -> None:
+    path = tmp_path / "space.yaml"
+    path.write_text("knobs: {max_num_seqs: [8, 16]}\nconstraints: [max_num_seqs < 12]")
+    job = new_job(Options(space=path))
+    assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
+    path.unlink()  # a resumed study does not need it any more
+    assert job.space == {
+        "file": str(path),
+        "knobs": {"max_num_seqs": [8, 16]},
+        "constraints": ["max_num_seqs < 12"],
+    }
+    assert command_of(job).endswith(f"--space {path}")
