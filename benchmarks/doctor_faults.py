@@ -172,47 +172,46 @@ def simulated_records(setup: Setup, side: Side, seconds: float, seed: int) -> Re
 
 
 def run_simulated(out: Path, seconds: float, only: str, quick: bool) -> None:
-    """Every fault's simulated set-ups, through one Prometheus."""
-    chosen = [fault for fault in CASES if only in fault.name]
-    cases = [
-        (fault, setup, f"{_slug(fault.name)}-{number}")
-        for fault in chosen
-        for number, setup in enumerate(fault.simulated[:1] if quick else fault.simulated)
-    ]
-    with tempfile.TemporaryDirectory() as directory:
-        outcomes = simulated(cases, seconds, Path(directory))
-    for fault in chosen:
-        own = [outcome for (other, _, _), outcome in zip(cases, outcomes, strict=True) if other is fault]
-        (out / f"simulated-{_slug(fault.name)}.json").write_text(json.dumps([vars(o) for o in own], indent=1))
-        for outcome in own:
+    """Every fault's simulated set-ups, a Prometheus a fault; those that have their file are left out."""
+    for fault in CASES:
+        path = out / f"simulated-{_slug(fault.name)}.json"
+        if path.exists() or only not in fault.name:
+            continue
+        setups = fault.simulated[:1] if quick else fault.simulated
+        with tempfile.TemporaryDirectory() as directory:
+            found = simulated(setups, seconds, Path(directory))
+        outcomes = [Outcome.of(fault, diagnosis) for diagnosis in found]
+        path.with_suffix(".diagnosis").write_text(json.dumps([diagnosis.to_json() for diagnosis in found]))
+        path.write_text(json.dumps([vars(outcome) for outcome in outcomes], indent=1))
+        for outcome in outcomes:
             print(_line(outcome), flush=True)
 
 
-def simulated(cases: Sequence[tuple[Fault, Setup, str]], seconds: float, directory: Path) -> list[Outcome]:
-    """``cases`` are faults, set-ups and names; all of them end up in one Prometheus."""
-    loaded, ends, baselines = [], {}, {}
-    for _, setup, name in cases:
-        if setup.earlier is not None:
-            baselines[name] = Scrapes(thinned(simulated_records(setup, setup.earlier, seconds, 2), seconds))
+def simulated(setups: Sequence[Setup], seconds: float, directory: Path) -> list[Diagnosis]:
+    """Run them in virtual time, load what a Prometheus would have scraped into one, and diagnose from there."""
+    loaded, ends, baselines = [], [], []
+    for case, setup in enumerate(setups):
+        before = setup.earlier and thinned(simulated_records(setup, setup.earlier, seconds, 2), seconds)
+        baselines.append(Scrapes(before) if before else None)
         for number, side in enumerate(setup.sides):
             scrapes = thinned(simulated_records(setup, side, seconds, 1), seconds)
-            loaded.append((record(scrapes), {"case": name, "instance": f"{name}-{number}:8000"}))
-            ends[name] = scrapes[-1][0] / 1000
+            labels = {"case": f"case-{case}", "instance": f"host{number}:8000"}
+            loaded.append((record(scrapes), labels))
+        ends.append(scrapes[-1][0] / 1000)
     load_recordings(loaded, directory)
-    outcomes = []
     with prometheus(directory) as url:
-        for fault, setup, name in cases:
-            found = diagnose(
-                PrometheusSource(url, f'case="{name}"', at=ends[name]),
+        return [
+            diagnose(
+                PrometheusSource(url, f'case="case-{case}"', at=ends[case]),
                 setup.sides[0].engine,
                 setup.slo,
                 window=seconds,
                 assume=setup.assume,
-                baseline=baselines.get(name),
+                baseline=baselines[case],
                 baseline_flags=None if setup.earlier is None else setup.earlier.engine,
             )
-            outcomes.append(Outcome.of(fault, found))
-    return outcomes
+            for case, setup in enumerate(setups)
+        ]
 
 
 def thinned(records: Records, seconds: float) -> list[tuple[int, str]]:

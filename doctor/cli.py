@@ -12,9 +12,10 @@ import typer
 
 from doctor.diff_cli import diff_command
 from doctor.export_cli import export_app
-from doctor.options import assumptions, choose_source, stop
+from doctor.options import LogIn, assumptions, choose_source, stop
 from doctor.playbook_cli import playbook_app
 from doctor.verify_cli import verify_command
+from loadgen.options import with_options
 
 if TYPE_CHECKING:
     from doctor.finding import Diagnosis
@@ -46,6 +47,7 @@ def mount(app: typer.Typer) -> None:
 
 
 @doctor_app.callback()
+@with_options
 def doctor(
     context: typer.Context,
     metrics: Annotated[
@@ -109,6 +111,8 @@ def doctor(
         Threshold | None, typer.Option(help="Exit with 1 when a finding has this severity or a higher one.")
     ] = None,
     queries: Annotated[bool, typer.Option(help="Print the PromQL behind every figure.")] = True,
+    *,
+    login: LogIn,
 ) -> None:
     """Say what is wrong with an LLM server, how that is known, and which flags to change.
 
@@ -133,7 +137,7 @@ def doctor(
     from loadgen.slo import SloError
 
     try:
-        source = choose_source(metrics, prometheus, series, log, selector, period(since, until), bench)
+        source = choose_source(metrics, prometheus, series, log, selector, period(since, until), bench, login)
         command = parse_command(flags) if flags is not None else None
 
         def judge() -> Diagnosis:

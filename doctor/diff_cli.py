@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from doctor.options import stop
+from doctor.options import LogIn, stop
+from loadgen.options import with_options
 
 if TYPE_CHECKING:
     from doctor.diff import Side
@@ -21,6 +22,7 @@ class DiffFormat(StrEnum):
     markdown = "markdown"
 
 
+@with_options
 def diff_command(
     a: Annotated[Path | None, typer.Argument(help="A recording (.prom, .prom.gz).")] = None,
     b: Annotated[Path | None, typer.Argument(help="The later one; without it, two windows of A.")] = None,
@@ -36,6 +38,8 @@ def diff_command(
     log_b: Annotated[Path | None, typer.Option(help="The server's log in B.")] = None,
     slo: Annotated[str | None, typer.Option(help="Your objectives: itl_p99<50ms,ttft_p95<300ms.")] = None,
     format: Annotated[DiffFormat, typer.Option(help="text, json or markdown.")] = DiffFormat.text,
+    *,
+    login: LogIn,
 ) -> None:
     """Say what changed between two windows: server, traffic, cache, load, latency, findings.
 
@@ -62,7 +66,7 @@ def diff_command(
         if (prometheus is not None or b is None) and None in spans:
             raise ValueError("two windows of one source need --window-a and --window-b, such as 13:55..14:05")
         sides = [
-            _side(prometheus, selector, path, span, flags, log)
+            _side(prometheus, selector, login, path, span, flags, log)
             for path, span, flags, log in zip(paths, spans, (flags_a, flags_b), (log_a, log_b), strict=True)
         ]
         found = difference(sides[0], sides[1], parse_slo(slo))
@@ -92,6 +96,7 @@ def _window(text: str | None, option: str) -> Period | None:
 def _side(
     prometheus: str | None,
     selector: str,
+    login: LogIn,
     path: Path | None,
     span: Period | None,
     flags: str | None,
@@ -104,7 +109,7 @@ def _side(
 
     source: Source
     if prometheus is not None:
-        source = PrometheusSource(prometheus, selector, period=span)
+        source = PrometheusSource(prometheus, selector, period=span, access=login.access())
     else:
         assert path is not None
         source = SeriesFile(path, span)

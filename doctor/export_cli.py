@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from doctor.options import assumptions, choose_source, stop
+from doctor.options import LogIn, assumptions, choose_source, stop
 from loadgen.options import with_options
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Exported:
 
 @export_app.command("alerts")
 @with_options
-def export_alerts(wanted: Exported) -> None:
+def export_alerts(wanted: Exported, login: LogIn) -> None:
     """Print a Prometheus rule file: an alert a playbook, and absent() alerts for what blinds them.
 
     Rules that hang on a flag nobody stated are named in a comment instead.
@@ -62,12 +62,12 @@ def export_alerts(wanted: Exported) -> None:
     from doctor.alerts import alert_rules
     from doctor.playbook import load_all
 
-    typer.echo(alert_rules(load_all(), _compiler(wanted, wanted.inside)).text(), nl=False)
+    typer.echo(alert_rules(load_all(), _compiler(wanted, wanted.inside, login)).text(), nl=False)
 
 
 @export_app.command("dashboard")
 @with_options
-def export_dashboard(wanted: Exported) -> None:
+def export_dashboard(wanted: Exported, login: LogIn) -> None:
     """Print a Grafana dashboard (JSON, to be imported): which rules hold, and the figures behind them.
 
     Example: vtune doctor export dashboard --prometheus http://prometheus:9090 > vtune-dashboard.json
@@ -78,10 +78,10 @@ def export_dashboard(wanted: Exported) -> None:
     from doctor.playbook import load_all
 
     own = ",".join(filter(None, [wanted.inside, INSTANCES]))
-    typer.echo(json.dumps(dashboard(load_all(), _compiler(wanted, own)), indent=2))
+    typer.echo(json.dumps(dashboard(load_all(), _compiler(wanted, own, login)), indent=2))
 
 
-def _compiler(wanted: Exported, selector: str) -> RuleCompiler:
+def _compiler(wanted: Exported, selector: str, login: LogIn) -> RuleCompiler:
     """``selector``: what the exported rules select; a Prometheus is looked at with the one asked for."""
     from doctor.export import compiler
     from doctor.logfile import read_log
@@ -94,7 +94,7 @@ def _compiler(wanted: Exported, selector: str) -> RuleCompiler:
         sources = (wanted.metrics, wanted.prometheus, wanted.series)
         where = wanted.inside if wanted.prometheus is not None else ""
         looked_at = any(given is not None for given in sources)
-        source = choose_source(*sources, None, where) if looked_at else None
+        source = choose_source(*sources, None, where, login=login) if looked_at else None
         return compiler(
             source,
             parse_command(wanted.flags).flags if wanted.flags is not None else None,

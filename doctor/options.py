@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
+    from doctor.access import Access
     from doctor.period import Period
     from doctor.sources import Source
+
+
+@dataclass(frozen=True)
+class LogIn:
+    """How --prometheus and --metrics are reached. Secrets come from files or the environment."""
+
+    token_file: Annotated[
+        Path | None, typer.Option(help="A file that holds a bearer token; or $VTUNE_TOKEN.")
+    ] = None
+    user: Annotated[str | None, typer.Option(help="For basic authentication, with a password.")] = None
+    password_file: Annotated[
+        Path | None, typer.Option(help="A file that holds the user's password; or $VTUNE_PASSWORD.")
+    ] = None
+    ca_file: Annotated[
+        Path | None, typer.Option(help="Certificates (PEM) to trust for https, such as your own CA's.")
+    ] = None
+    insecure: Annotated[bool, typer.Option("--insecure", help="Take any certificate; for tests only.")] = (
+        False
+    )
+
+    def access(self) -> Access:
+        """Raises ValueError for what cannot be read."""
+        from doctor.access import read_access
+
+        return read_access(
+            os.environ,
+            token_file=self.token_file,
+            user=self.user,
+            password_file=self.password_file,
+            ca_file=self.ca_file,
+            insecure=self.insecure,
+        )
 
 
 def choose_source(
@@ -22,6 +57,7 @@ def choose_source(
     selector: str,
     period: Period | None = None,
     bench: Path | None = None,
+    login: LogIn | None = None,
 ) -> Source:
     """The one source that the options name. Raises SourceError."""
     from doctor.benchmark import BenchmarkResult
@@ -46,10 +82,11 @@ def choose_source(
         raise SourceError(
             "--since and --until look into the past; they need --prometheus URL or --series FILE"
         )
+    access = (login or LogIn()).access()
     if metrics is not None:
-        return MetricsUrl(metrics, progress=_progress())
+        return MetricsUrl(metrics, access=access, progress=_progress())
     if prometheus is not None:
-        return PrometheusSource(prometheus, selector, period=period)
+        return PrometheusSource(prometheus, selector, period=period, access=access)
     if series is not None:
         return SeriesFile(series, period)
     if bench is not None:
