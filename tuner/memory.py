@@ -12,7 +12,17 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 GIB, MIB = 1 << 30, 1 << 20
-SHAPING = frozenset({"tensor_parallel_size", "quantization", "dtype", "device_memory", "enforce_eager"})
+SHAPING = frozenset(
+    [
+        "tensor_parallel_size",
+        "quantization",
+        "dtype",
+        "device_memory",
+        "enforce_eager",
+        "kv_cache_memory_bytes",
+        "num_gpu_blocks_override",
+    ]
+)
 """Flags that change what weights or the device come to: a config that varies them is not judged."""
 KV_BYTES: Mapping[str, int] = {
     "auto": 2,
@@ -96,10 +106,7 @@ class MemoryPlan:
 
     def refusal(self, config: Mapping[str, Any], baseline: Mapping[str, Any], max_model_len: int) -> str:
         """Why one request of ``max_model_len`` tokens cannot fit, with the arithmetic; "" where it may."""
-        if (
-            any(config.get(flag) != baseline.get(flag) for flag in SHAPING)
-            or "num_gpu_blocks_override" in config
-        ):
+        if any(config.get(flag) != baseline.get(flag) for flag in SHAPING):
             return ""
         pool = self._pool(config, baseline)
         bytes_per_token = self.kv_bytes / self.kv_tokens * _kv_ratio(config, baseline)

@@ -214,9 +214,10 @@ def build_space(
         whole["max_model_len"] = whole["max_model_len"] or max_model_len
     numbers = around.numbers(numbers_of(flatten(whole)))
     values = flatten(whole)
-    made = [knob.axis(numbers, values.get(knob.name)) for knob in _in_touch(wanted, whole)]
+    tied, without = _tied(wanted, whole)
+    made = [knob.axis(numbers, values.get(knob.name)) for knob in _in_order(tied)]
     axes = tuple(axis for axis in made if len(axis.values) > 1 or vary.get(axis.name))
-    notes += [
+    notes += without + [
         f"{axis.name} is not varied: only {render_value(axis.values[0])} is left here"
         for axis in made
         if axis not in axes
@@ -272,11 +273,13 @@ def _by_name(knob: Knob, baseline: Config, around: Surroundings) -> Knob:
     return narrowed
 
 
-def _in_touch(wanted: Sequence[Knob], baseline: Config) -> list[Knob]:
-    """The knobs, each tied to what it depends on and behind it: another knob, or the baseline's value."""
+def _tied(wanted: Sequence[Knob], baseline: Config) -> tuple[list[Knob], list[str]]:
+    """The knobs, each tied to what it depends on (another knob, or the baseline's value), and notes on those
+    that lack it."""
     names = {knob.name for knob in wanted}
     values = flatten(baseline)
-    tied: dict[str, Knob] = {}
+    kept: list[Knob] = []
+    notes: list[str] = []
     for knob in wanted:
         if knob.name.partition(".")[2] in LOOKUPS:
             if METHOD in names:
@@ -284,18 +287,24 @@ def _in_touch(wanted: Sequence[Knob], baseline: Config) -> list[Knob]:
             elif values.get(METHOD, "ngram") != "ngram":
                 continue
         if knob.needs is None or knob.needs in names:
-            tied[knob.name] = knob
+            kept.append(knob)
         elif values.get(knob.needs):
-            tied[knob.name] = replace(knob, needs=None, needs_value=None)
+            kept.append(replace(knob, needs=None, needs_value=None))
+        else:
+            notes.append(f"{knob.name} is not varied: it needs {knob.needs}")
+    return kept, notes
+
+
+def _in_order(knobs: Sequence[Knob]) -> list[Knob]:
+    """Each behind the one that it needs. Raises SpaceError for those that need each other."""
     ordered: dict[str, Knob] = {}
-
-    def place(knob: Knob) -> None:
-        if knob.needs is not None and knob.needs not in ordered:
-            place(tied[knob.needs])
-        ordered.setdefault(knob.name, knob)
-
-    for knob in tied.values():
-        place(knob)
+    left = list(knobs)
+    while left:
+        ready = [knob for knob in left if knob.needs is None or knob.needs in ordered]
+        if not ready:
+            raise SpaceError(f"{left[0].name}: needs {left[0].needs}, which is not there without it.")
+        ordered[ready[0].name] = ready[0]
+        left.remove(ready[0])
     return list(ordered.values())
 
 

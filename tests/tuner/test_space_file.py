@@ -54,6 +54,12 @@ def test_nested_flags_depend_on_each_other() -> None:
     }
 
 
+def test_a_knob_without_what_it_needs_is_left_out_with_a_note() -> None:
+    found = space({"knobs": {"max_num_seqs": [8, 16], f"{SPECULATION}.prompt_lookup_max": [3, 5]}})
+    assert list(values(found)) == ["max_num_seqs"]
+    assert found.notes == (f"{SPECULATION}.prompt_lookup_max is not varied: it needs {DRAFTS}",)
+
+
 def test_constraints_refuse_without_a_launch() -> None:
     found = space(
         {
@@ -85,6 +91,10 @@ def test_constraints_refuse_without_a_launch() -> None:
         ({"knobs": {"max_num_seqs": {"low": 1, "high": "2 / (1 - 1)"}}}, "divides by 0"),
         ({"knobs": {"max_num_seqs": {"low": 0, "high": 1e9, "step": 1}}}, "more than 1000 values"),
         ({"knobs": {"max_num_seqs": {"low": 0, "high": "kv_requests", "step": 1}}}, "more than 1000 values"),
+        (
+            {"knobs": {"a": {"values": [1, 2], "needs": "b"}, "b": {"values": [1, 2], "needs": "a"}}},
+            "a: needs b, which is not there without it",
+        ),
         ({"knobs": {"max_num_seqs": ["few", "many"]}}, "is the number 128 now, and 'few' is none"),
         (
             {"knobs": {"max_num_seqs": [8]}, "constraints": ["max_num_seq < 9"]},
