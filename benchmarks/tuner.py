@@ -11,10 +11,11 @@ coefficients 30 to 50 % off), and with one within a tenth.
 
 Columns: of all seeds, the median time until the config that a method would recommend is truly feasible and
 within 5 % of the best feasible one, in seconds and in launches, and the share of seeds that got there (those
-that did not count as never, in the median too); the median regret after 10, 20 and 30 launches, and of what is
-recommended in the end (no recommendation: the baseline's); launches that crashed, and those whose config truly
-misses the SLO, crashes included; seconds of the whole search; how many of the configs that were recommended
-miss the SLO on fresh runs. A search that never gets there is given the whole budget where times are compared.
+that did not count as never, in the median too); the median regret after 10, 20 and 30 launches, and of what
+is recommended in the end (no recommendation: the baseline's); launches that crashed, and those whose config
+truly misses the SLO, crashes included; seconds of the whole search; how many of the configs that were
+recommended miss the SLO on fresh runs. A search that never gets there is given the whole budget where times
+are compared.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import tempfile
 import time
@@ -31,11 +33,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for small matrices threads only wait for each other
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import optuna
 
 from benchmarks.tuner_bed import Bed, BudgetSpent, Ledger, Mark, World
 from benchmarks.tuner_noise import REPEATS, Noise
-from benchmarks.tuner_problems import PROBLEMS, Problem, Table, describe, table
+from benchmarks.tuner_problems import MEASURED, PROBLEMS, Problem, Table, describe, table
 from benchmarks.tuner_rivals import RIVALS
 from loadgen.target import OpenTarget, Target
 from tuner.confirm import Confirmation, judge
@@ -52,6 +57,7 @@ from tuner.study import Proposal
 from tuner.survey import Survey
 from tuner.trial import Bench, Criteria
 
+EVERY = (*PROBLEMS, MEASURED)
 NEAR = 0.05
 """Within this share of the best a config is as good as found."""
 AT = (10, 20, 30)
@@ -71,10 +77,10 @@ class TableTarget(Target):
     name, restartable = "table", True
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self.world = world
 
     def clock(self) -> float:
-        return self._world.seconds
+        return self.world.seconds
 
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenTarget]:
@@ -88,9 +94,10 @@ class TableTarget(Target):
 class TableBench(Bench):
     """Trials whose rungs are looked up, judged between them as real ones are."""
 
-    def __init__(self, world: World, observer: Observer, out: Path) -> None:
-        super().__init__(TableTarget(world), observer, Interrupts(), out)
-        object.__setattr__(self, "world", world)
+    @property
+    def world(self) -> World:
+        assert isinstance(self.target, TableTarget), "a bench of tables is given a table"
+        return self.target.world
 
     def trial(
         self,
@@ -100,7 +107,7 @@ class TableBench(Bench):
         criteria: Criteria,
         server: OpenTarget | None = None,
     ) -> TrialResult:
-        world: World = self.__dict__["world"]
+        world = self.world
         begun, entry = world.seconds, world.table.entry(flags)
         start = world.start()
 
@@ -155,7 +162,8 @@ class TableOptimizer(Optimizer):
 
     def _confirm(self, best: TrialResult, baseline: TrialResult) -> Confirmation | str:
         assert self.plan is not None, "the confirmation follows the plan"
-        world: World = self.bench.__dict__["world"]
+        assert isinstance(self.bench, TableBench), "runs that are looked up need a bench that looks up"
+        world = self.bench.world
         sides = []
         for flags in (self.job.flags, self.flags(best.config)):
             entry = world.table.entry(flags)
@@ -196,7 +204,9 @@ def search_ours(world: World, seed: int, prior: Table | None, strategy: str = "a
     )
     record.set_user_attr("survey", survey.to_json())
     with tempfile.TemporaryDirectory() as out:
-        optimizer = TableOptimizer(job, TableBench(world, keeper, Path(out)), record, prior=prior)
+        optimizer = TableOptimizer(
+            job, TableBench(TableTarget(world), keeper, Interrupts(), Path(out)), record, prior=prior
+        )
         keeper.flags = lambda config: {**problem.baseline, **optimizer.flags(config)}
         outcome = optimizer.run()
     if outcome.kind == "better" and outcome.best is not None:
@@ -382,6 +392,15 @@ def print_ratios(by_problem: Mapping[str, Sequence[Row]]) -> None:
         print(f"{name}: geometric mean {mean:.2f}; {len(made)} recommendations, {false:.1%} of them false")
 
 
+def read_scores(path: Path | None) -> dict[tuple[str, str, int], Score]:
+    """Those that a run before this one wrote, by problem, method and seed."""
+    if path is None or not path.is_file():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    scores = [Score(**{**row, "regret_at": tuple(row["regret_at"])}) for row in rows]
+    return {(score.problem, score.method, score.seed): score for score in scores}
+
+
 def chosen(names: Sequence[str], words: str) -> list[str]:
     """Those that contain one of the words, or all."""
     wanted = [word.strip().lower() for word in words.split(",") if word.strip()]
@@ -397,24 +416,30 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=30)
     parser.add_argument("--quick", action="store_true", help="three seeds of two problems")
     parser.add_argument("--noise", type=Path, default=REPEATS, help="the repeats to draw from")
-    parser.add_argument("--out", type=Path, help="write every search's score here, a JSON object a line")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="keep every search's score here; those that are there already are not searched again",
+    )
     given = parser.parse_args(words)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     noise = Noise.read(given.noise)
     methods = chosen([*RIVALS, *OURS], given.methods)
     kinds = [kind for name, kind in OURS.items() if kind and name in methods]
-    names = chosen([problem.name for problem in PROBLEMS], given.problems)[: 2 if given.quick else None]
+    names = chosen([problem.name for problem in EVERY], given.problems)[: 2 if given.quick else None]
+    done = read_scores(given.out)
     by_problem: dict[str, list[Row]] = {}
-    for problem in PROBLEMS:
-        if problem.name not in names:
-            continue
+    for problem in (problem for problem in EVERY if problem.name in names):
         found, rows = contest(problem, kinds), []
         for method in methods:
-            scores = [found.run(method, seed, noise) for seed in range(3 if given.quick else given.seeds)]
+            scores = []
+            for seed in range(3 if given.quick else given.seeds):
+                score = done.get((problem.name, method, seed)) or found.run(method, seed, noise)
+                if given.out and (problem.name, method, seed) not in done:
+                    with given.out.open("a") as file:
+                        file.write(json.dumps(asdict(score)) + "\n")
+                scores.append(score)
             rows.append(Row(method, scores))
-            if given.out:
-                with given.out.open("a") as file:
-                    file.writelines(json.dumps(asdict(score)) + "\n" for score in scores)
         by_problem[problem.name] = rows
         print_rows(describe(found.truth), rows)
     print_ratios(by_problem)

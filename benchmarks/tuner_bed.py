@@ -74,9 +74,8 @@ class World:
         for name, value in entry.figures.items():
             offsets = [draw[name].value for draw in draws if name in draw]
             mean = sum(offsets) / len(offsets) if offsets else 0.0
-            readings[name] = Reading(
-                value * math.exp(mean), sum(draw[name].n for draw in draws if name in draw)
-            )
+            n = sum(draw[name].n for draw in draws if name in draw)
+            readings[name] = Reading(value * math.exp(mean), n)
         return Measurement(readings, len(draws) * self.problem.run_seconds)
 
     def misses(self, flags: Mapping[str, Any]) -> bool:
@@ -101,7 +100,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a method sees of a launch. ``violations``: by bound, > 0 misses it; empty where none was served."""
+    """What a method sees of a launch. ``violations``: by bound, > 0 misses it; empty where nothing serves."""
 
     flags: Mapping[str, Any]
     crash: str = ""
@@ -159,10 +158,7 @@ class Bed:
         """Start, one run, stop. Raises BudgetSpent where there is no time for that."""
         self._afford(self.problem.start_seconds + self.problem.run_seconds)
         crash = self._launch(flags)
-        if crash:
-            seen = Observation(flags, crash)
-        else:
-            seen = self._observe(flags)
+        seen = Observation(flags, crash) if crash else self._observe(flags)
         self.seen.append(seen)
         self._mark()
         return seen

@@ -1,7 +1,7 @@
 """Real measurements behind the tuner's benchmark: the noise of repeats, and one small exhaustive table.
 
-    .venv/bin/python -m benchmarks.tuner_noise repeats [--repeats 16] [--seconds 10]
-    .venv/bin/python -m benchmarks.tuner_noise table [--seconds 10]
+    .venv/bin/python -m benchmarks.tuner_noise repeats [--repeats 16] [--seconds 8]
+    .venv/bin/python -m benchmarks.tuner_noise table [--seconds 8]
 
 Both need an idle machine and write a file to ``benchmarks/baselines``. Each run is a trial's: the two rungs
 of ``tuner.load.Load``, judged by ``tuner.measure``, with the intervals that the search sees. ``repeats``
@@ -37,7 +37,7 @@ from tuner.slo import Slo, parse_slo
 
 BASELINES = Path(__file__).parent / "baselines"
 REPEATS, TABLE = BASELINES / "tuner_noise.json", BASELINES / "tuner_real.json"
-SCALE = 0.1
+SCALE = 0.05
 """Of prompt lengths, so that a second holds more than one request on two cores."""
 
 
@@ -58,8 +58,8 @@ class Setting:
 
 
 SETTINGS = {
-    "open loop": Setting("mixed", {}, rate=2.0),
-    "open loop, small budget": Setting("mixed", {"max_num_batched_tokens": 256}, rate=2.0),
+    "open loop": Setting("mixed", {}, rate=2.5),
+    "open loop, small budget": Setting("mixed", {"max_num_batched_tokens": 256}, rate=2.5),
     "closed loop": Setting("random", {"max_num_seqs": 16}, concurrency=8),
 }
 TABLE_AXES: Mapping[str, tuple[int, ...]] = {
@@ -68,7 +68,7 @@ TABLE_AXES: Mapping[str, tuple[int, ...]] = {
     "long_prefill_token_threshold": (0, 128),
 }
 TABLE_BASELINE: Mapping[str, Any] = {"max_num_batched_tokens": 2048, "max_num_seqs": 64}
-TABLE_SETTING = Setting("mixed", TABLE_BASELINE, rate=2.0)
+TABLE_SETTING = Setting("mixed", TABLE_BASELINE, rate=2.5)
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def figures(measurement: Measurement) -> dict[str, list[float]]:
     return {name: [*asdict(reading).values()] for name, reading in measurement.readings.items()}
 
 
-def measure_repeats(repeats: int, seconds: float) -> dict[str, Any]:
+def measure_repeats(repeats: int, seconds: float, out: Path) -> None:
     with ExitStack() as stack:
         servers = {
             name: stack.enter_context(ServerTarget.bundled().open(dict(setting.flags)))
@@ -166,17 +166,18 @@ def measure_repeats(repeats: int, seconds: float) -> dict[str, Any]:
             name: with_goodput(setting.load(servers[name], 0, seconds), servers[name])
             for name, setting in SETTINGS.items()
         }
-        rows = []
+        data: dict[str, Any] = {
+            "how": f"benchmarks.tuner_noise repeats --repeats {repeats} --seconds {seconds:g}",
+            "settings": {name: slo.text for name, slo in slos.items()},
+            "rows": [],
+        }
         for repeat, (name, setting) in itertools.product(range(repeats), SETTINGS.items()):
             load = setting.load(servers[name], repeat, seconds)
             short, whole, took = rungs(servers[name], load, slos[name])
-            rows.append({"setting": name, "short": figures(short), "whole": figures(whole), "took": took})
+            row = {"setting": name, "short": figures(short), "whole": figures(whole), "took": took}
+            data["rows"].append(row)
+            save(out, data)
             print(f"{repeat:3} {name:24} {took:5.1f} s  {whole.value('itl_p99'):.4f}", flush=True)
-    return {
-        "how": f"benchmarks.tuner_noise repeats --repeats {repeats} --seconds {seconds:g}",
-        "settings": {name: slo.text for name, slo in slos.items()},
-        "rows": rows,
-    }
 
 
 def table_configs() -> Iterator[dict[str, int]]:
@@ -187,10 +188,14 @@ def table_configs() -> Iterator[dict[str, int]]:
             yield config
 
 
-def measure_table(seconds: float) -> dict[str, Any]:
+def measure_table(seconds: float, out: Path) -> None:
     slo = parse_slo("itl")
     target = ServerTarget.bundled()
-    rows = []
+    data: dict[str, Any] = {
+        "how": f"benchmarks.tuner_noise table --seconds {seconds:g}",
+        "load": f"mixed, prompts x{SCALE:g}, {TABLE_SETTING.rate:g} requests/s",
+        "rows": [],
+    }
     for config in table_configs():
         begun = time.monotonic()
         with target.open(config) as server:
@@ -198,13 +203,9 @@ def measure_table(seconds: float) -> dict[str, Any]:
             _, whole, _ = rungs(server, load, slo)
             start = server.start_seconds
         took = time.monotonic() - begun
-        rows.append({"config": config, "whole": figures(whole), "start": start, "took": took})
+        data["rows"].append({"config": config, "whole": figures(whole), "start": start, "took": took})
+        save(out, data)
         print(f"{took:5.1f} s  {config}  {whole.value('itl_p99'):.4f}", flush=True)
-    return {
-        "how": f"benchmarks.tuner_noise table --seconds {seconds:g}",
-        "load": f"mixed, prompts x{SCALE:g}, {TABLE_SETTING.rate:g} requests/s",
-        "rows": rows,
-    }
 
 
 def rounded(item: Any) -> Any:
@@ -233,9 +234,10 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args(words)
     if given.what == "repeats":
-        save(given.out or REPEATS, measure_repeats(given.repeats, given.seconds or 10.0))
+        measure_repeats(given.repeats, given.seconds or 8.0, given.out or REPEATS)
     else:
-        save(given.out or TABLE, measure_table(given.seconds or 10.0))
+        measure_repeats(10, 8.0, REPEATS)
+        measure_table(8.0, given.out or TABLE)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tuner_noise import SCALE, TABLE, TABLE_AXES, TABLE_BASELINE, TABLE_SETTING
 from engine.config import GIB
 from engine.devices import DEVICES
 from engine.step import StepOutput, StepPlan
@@ -43,7 +44,10 @@ SPECULATION = "speculative_config"
 REQUESTS = 160
 """Of the run behind an entry of a table, in an open loop."""
 NEARLY = 0.9
-"""Blocks are looked at between steps only: a pool that was never fuller than this is taken not to have bound."""
+"""Blocks are looked at between steps only: a pool that was never fuller is taken not to have bound."""
+
+ALIKE = 0.02
+"""Pools whose sizes differ by no more are taken for one."""
 
 Key = tuple[int, int, float, int, int]
 """Tokens, sequences, utilization, threshold, drafts: what a simulated config is told apart by."""
@@ -100,6 +104,8 @@ class Problem:
     """Flags that stay as they are."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """The baseline, beside the device's own defaults."""
+    scale: float | None = None
+    """Of prompt lengths."""
     wrong: str = "coefficients"
     """How the wrong prior is wrong: "coefficients", or the target that it speaks of instead."""
     start_seconds: float = 45.0
@@ -191,16 +197,16 @@ CPU_AXES: Mapping[str, Sequence[int | float]] = {
 PROBLEMS = (
     Problem("chat, itl, 8B on H100", "simulated:h100", "8B", "chat", "itl", GPU_AXES, rate=24.0),
     Problem(
-        "rag, ttft, 8B on H100", "simulated:h100", "8B", "rag", "ttft", GPU_AXES, rate=2.8,
-        wrong="simulated:a100",
+        "chat, ttft, 8B on H100, small start", "simulated:h100", "8B", "chat", "ttft", GPU_AXES, rate=26.0,
+        defaults={TOKENS: 2048, SEQS: 64}, wrong="simulated:a100",
     ),
     Problem(
-        "batch, throughput, 8B on A100", "simulated:a100", "8B", "batch", "throughput", GPU_AXES,
-        concurrency=256, wrong="simulated:h100", run_seconds=120.0, budget=9000.0,
+        "batch, throughput, 8B on L40S", "simulated:l40s", "8B", "batch", "throughput", GPU_AXES,
+        concurrency=128, wrong="simulated:h100", run_seconds=80.0, budget=7500.0,
     ),
     Problem(
         "mixed, goodput, 8B on H100", "simulated:h100", "8B", "mixed",
-        "ttft_p95<1500ms,itl_p99<60ms", GPU_AXES, rate=10.0,
+        "ttft_p95<2s,itl_p99<50ms", GPU_AXES, rate=14.0,
     ),
     Problem(
         "mixed, itl, 8B on L40S", "simulated:l40s", "8B", "mixed", "itl", GPU_AXES, rate=1.6,
@@ -218,9 +224,15 @@ PROBLEMS = (
     ),
     Problem(
         "mixed, itl, small model on a CPU", CPU, "bundled", "mixed", "itl", CPU_AXES, rate=1.6,
-        defaults={TOKENS: 2048, SEQS: 128}, start_seconds=4.0, run_seconds=20.0, budget=1200.0,
+        scale=0.1, defaults={TOKENS: 2048, SEQS: 128}, start_seconds=4.0, run_seconds=20.0, budget=1200.0,
     ),
 )  # fmt: skip
+MEASURED = Problem(
+    "mixed, itl, measured on the bundled engine", "bundled", "bundled", "mixed", "itl", TABLE_AXES,
+    rate=TABLE_SETTING.rate, scale=SCALE, defaults=TABLE_BASELINE,
+    start_seconds=4.0, run_seconds=8.0, budget=360.0,
+)  # fmt: skip
+"""Its table was measured, a run a config (``tuner_noise.py``); its priors are the simulator's."""
 
 
 def runs_out_of_memory(problem: Problem, key: Key) -> bool:
@@ -230,8 +242,10 @@ def runs_out_of_memory(problem: Problem, key: Key) -> bool:
     fragments; the figures are of the size that users report.
     """
     tokens, seqs, memory, _, drafts = key
+    if problem is MEASURED:
+        return False
     if problem.target == CPU:
-        return 40e6 + 50e3 * tokens + 0.4e6 * seqs > (1 - memory) * 2 * GIB
+        return 20e6 + 40e3 * tokens + 0.3e6 * seqs > (1 - memory) * 2 * GIB
     device = DEVICES[problem.target.removeprefix(PREFIX)]
     hidden = 1.5 * GIB + 250e3 * tokens + 2e6 * seqs * (1 + 0.25 * drafts)
     return hidden > (1 - memory) * device.memory_bytes
@@ -317,7 +331,7 @@ class _Done:
         return (
             (tokens == self.tokens or peaks.tokens < min(tokens, self.tokens))
             and (seqs == self.seqs or peaks.seqs < min(seqs, self.seqs))
-            and (blocks == self.blocks or peaks.used < room)
+            and (abs(blocks / self.blocks - 1) <= ALIKE or peaks.used < room)
         )
 
 
@@ -374,8 +388,9 @@ class Builder:
 
     def _load(self, context: int) -> Load:
         problem = self.problem
-        scale = 0.1 if problem.target == CPU else None
-        workload = preset(problem.workload, max_model_len=context, vocab_size=DEFAULT_VOCAB_SIZE, scale=scale)
+        workload = preset(
+            problem.workload, max_model_len=context, vocab_size=DEFAULT_VOCAB_SIZE, scale=problem.scale
+        )
         seconds = REQUESTS / problem.rate if problem.rate else problem.run_seconds
         return Load(workload, self._seed, seconds, problem.rate, problem.concurrency)
 
@@ -431,17 +446,20 @@ def scaled(seed: str, low: float, high: float) -> Callable[[StepTimes], StepTime
 
 def builder(problem: Problem, kind: str) -> Builder:
     """``kind``: truth, good, wrong. Both priors see other requests than the truth does."""
+    target = CPU if problem is MEASURED else problem.target
     if kind == "truth":
-        return Builder(problem, change=as_it_is)
+        return Builder(problem, target=target, change=as_it_is)
     if kind == "good":
-        return Builder(problem, seed=7, change=scaled(problem.name, 0.0, 0.1))
+        return Builder(problem, target=target, seed=7, change=scaled(problem.name, 0.0, 0.1))
     if problem.wrong == "coefficients":
-        return Builder(problem, seed=7, change=scaled(problem.name, 0.3, 0.5))
+        return Builder(problem, target=target, seed=7, change=scaled(problem.name, 0.3, 0.5))
     return Builder(problem, target=problem.wrong, seed=7, change=as_it_is)
 
 
 def table(problem: Problem, kind: str = "truth", cache: Path = CACHE) -> Table:
-    """From the cache, or made and put there."""
+    """From the cache, or made and put there; what was measured, from its file."""
+    if problem is MEASURED and kind == "truth":
+        return read_measured(problem, json.loads(TABLE.read_text())["rows"])
     slug = "-".join("".join(c if c.isalnum() else " " for c in problem.name).split())
     path = cache / f"{slug}-{kind}.json"
     if path.is_file():
@@ -471,6 +489,15 @@ def read_table(problem: Problem, text: str) -> Table:
         for row in data["rows"]
     }
     return Table(problem, rows)
+
+
+def read_measured(problem: Problem, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Of the file that ``tuner_noise`` writes."""
+    entries = {}
+    for row in rows:
+        figures = {name: reading[0] for name, reading in row["whole"].items() if reading[0] is not None}
+        entries[problem.key({**problem.baseline, **row["config"]})] = Entry(figures)
+    return Table(problem, entries)
 
 
 def describe(made: Table) -> str:

@@ -1,7 +1,7 @@
 """Other ways to search, as their authors describe them; each works on a Bed until its budget is spent.
 
-Written from papers and documentation, in this project's own code: what is compared is the way of searching, on
-equal terms. Each returns the config that it recommends; None for the baseline.
+Written from papers and documentation, in this project's own code: what is compared is the way of searching,
+on equal terms. Each returns the config that it recommends; None for the baseline.
 """
 
 from __future__ import annotations
@@ -64,20 +64,20 @@ def grid(bed: Bed, seed: int) -> Flags | None:
 
     def trials() -> Iterator[Observation]:
         largest = {TOKENS: axes[TOKENS][-1], SEQS: axes[SEQS][-1]}
-        memory = next(
-            (m for m in reversed(axes[MEMORY]) if bed.start_only(with_(bed, largest, {MEMORY: m}))), None
-        )
-        if memory is None:
-            return  # the script gives up
+        memory = {}
+        for share in reversed(axes.get(MEMORY, ())):
+            memory = {MEMORY: share}
+            if bed.start_only(with_(bed, largest, memory)):
+                break
         for seqs in axes[SEQS]:
             for tokens in axes[TOKENS]:
-                yield bed.measure(with_(bed, {TOKENS: tokens, SEQS: seqs, MEMORY: memory}))
+                yield bed.measure(with_(bed, {TOKENS: tokens, SEQS: seqs}, memory))
 
     return until_spent(bed, trials())
 
 
 def staircase(bed: Bed, seed: int) -> Flags | None:
-    """By hand: memory, then sequences, then tokens, then the rest; a step at a time, kept while it improves."""
+    """By hand: memory, sequences, tokens, then the rest; a step at a time, kept while it improves."""
 
     def trials() -> Iterator[Observation]:
         here = bed.baseline
@@ -121,11 +121,8 @@ def staged(bed: Bed, seed: int) -> Flags | None:
 
     here = bed.baseline
     try:
-        planned = max(m for m in axes[MEMORY] if m <= 0.92)  # the planner leaves eight per cent free
-        first = (
-            bed.measure(changed(bed, here.flags, MEMORY, planned)) if planned != here.flags[MEMORY] else here
-        )
-        here = first if better(bed, first, here) else here
+        for planned in [m for m in axes.get(MEMORY, ()) if m <= 0.92][-1:]:  # leaves eight per cent free
+            here = sweep(MEMORY, [planned], here)
         for axis in (SEQS, TOKENS, THRESHOLD, DRAFTS):
             if axis in axes:
                 here = sweep(axis, axes[axis][::2], here)
@@ -143,7 +140,7 @@ def staged(bed: Bed, seed: int) -> Flags | None:
 
 
 def confirmed(bed: Bed, runs: int) -> Flags | None:
-    """Of the three best, the one with the best median on fresh runs all of which hold the bounds by median."""
+    """Of the three best, the one with the best median on fresh runs, which must hold the bounds."""
     top = sorted((s for s in bed.seen if s.feasible), key=bed.loss)[:3]
     found: list[tuple[float, Flags]] = []
     for seen in top:
