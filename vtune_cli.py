@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
+import threading
+
+INTERRUPTED, READER_GONE = 130, 128 + signal.SIGPIPE
+
+_alone = threading.current_thread() is threading.main_thread() and (
+    signal.getsignal(signal.SIGINT) is signal.default_int_handler
+)
+if _alone:  # a Ctrl-C while modules are imported has nothing to tidy up, and no use for a traceback
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 import typer
 
@@ -12,6 +22,9 @@ import doctor.cli
 import engine.cli
 import loadgen.cli
 import tuner.cli
+
+if _alone:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 app = typer.Typer(
     name="vtune",
@@ -29,15 +42,24 @@ engine.cli.mount(app)
 
 
 def main() -> None:
-    """Run ``app`` as a program, whatever its standard streams are and however they end."""
+    """Run ``app`` as a program, whatever its standard streams are and however they end.
+
+    One whose reader leaves early (``| head``) ends quietly, with the status of a program that SIGPIPE ends.
+    """
     _settle_streams()
     try:
         try:
             app()
         finally:
+            if type(sys.stdout).__name__ == "PacifyFlushWrapper":  # Typer's, once the reader is gone
+                sys.exit(READER_GONE)
             sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     except OSError as error:  # what no command expects, such as a full disk under standard output
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains once more at its end
+        if isinstance(error, BrokenPipeError):
+            sys.exit(READER_GONE)
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

@@ -114,6 +114,8 @@ def run(options: Options) -> int:
     except _EXPECTED as error:
         console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
+    except BrokenPipeError:  # of standard output: nobody reads it any more
+        raise
     except (OSError, optuna.exceptions.StorageInternalError) as error:
         cause = f"{error} (caused by {error.__cause__})" if error.__cause__ else error
         console.print(f"error: cannot write: {cause}", markup=False, highlight=False, soft_wrap=True)

@@ -231,12 +231,15 @@ def _serialise(engine: sqlalchemy.Engine) -> None:
     """Let every transaction of SQLite begin by taking the write lock.
 
     Else one that reads a trial's state and then changes it, as Optuna does to claim a trial, is not atomic:
-    Python's driver begins a transaction at the first write. (The recipe of SQLAlchemy's manual.)
+    Python's driver begins a transaction at the first write. (The recipe of SQLAlchemy's manual.) With a log
+    that is written ahead no transaction waits for the disk, and nothing is lost when a process is killed.
     """
 
     @event.listens_for(engine, "connect")
     def leave_transactions_to_us(connection: Any, record: Any) -> None:
         connection.isolation_level = None
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
 
     @event.listens_for(engine, "begin")
     def begin(connection: sqlalchemy.Connection) -> None:
