@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.tuner_noise import Noise, Offsets
+from benchmarks.tuner_noise import Draw, Noise, Offsets
 from benchmarks.tuner_problems import Entry, Table
 from loadgen.slo import Bound
 from tuner.confirm import Pooled
@@ -48,15 +48,21 @@ class World:
     def measurements(self, entry: Entry) -> tuple[Measurement, Measurement]:
         """Of one trial: the short rung, and both rungs together."""
         draw = self._noise.draw(self._rng, self._closed)
-        seconds = self.problem.run_seconds
+        seconds, shrink = self.problem.run_seconds, draw.shrink(self._requests(entry))
         return (
-            self._measurement(entry, draw.short, SHORT_SHARE * seconds),
-            self._measurement(entry, draw.whole, seconds),
+            self._measurement(entry, draw.short, shrink, SHORT_SHARE * seconds),
+            self._measurement(entry, draw.whole, shrink, seconds),
         )
 
-    def _measurement(self, entry: Entry, offsets: Offsets, window: float) -> Measurement:
+    def _requests(self, entry: Entry) -> float:
+        """Of a run."""
+        if self.problem.rate is not None:
+            return self.problem.rate * self.problem.run_seconds
+        return entry.figures.get("completed", 0.0)
+
+    def _measurement(self, entry: Entry, offsets: Offsets, shrink: float, window: float) -> Measurement:
         readings = {
-            name: offsets[name].of(value) if name in offsets else Reading(value)
+            name: offsets[name].of(value, shrink) if name in offsets else Reading(value)
             for name, value in entry.figures.items()
         }
         return Measurement(readings, window)
@@ -64,17 +70,17 @@ class World:
     def fresh(self, flags: Mapping[str, Any], runs: int) -> Pooled:
         """``runs`` new runs of a config together, which cost nothing here."""
         entry = self.table.entry(flags)
-        draws = [self._noise.draw(self._rng, self._closed).whole for _ in range(runs)]
+        draws = [self._noise.draw(self._rng, self._closed) for _ in range(runs)]
         left_out = (self._pooled(entry, [*draws[:k], *draws[k + 1 :]]) for k in range(runs))
         return Pooled(self._pooled(entry, draws), tuple(left_out) if runs > 1 else ())
 
-    def _pooled(self, entry: Entry, draws: list[Offsets]) -> Measurement:
+    def _pooled(self, entry: Entry, draws: list[Draw]) -> Measurement:
         """The geometric mean, which a percentile of samples together comes close to."""
-        readings = {}
+        readings, requests = {}, self._requests(entry)
         for name, value in entry.figures.items():
-            offsets = [draw[name].value for draw in draws if name in draw]
+            offsets = [d.shrink(requests) * d.whole[name].value for d in draws if name in d.whole]
             mean = sum(offsets) / len(offsets) if offsets else 0.0
-            n = sum(draw[name].n for draw in draws if name in draw)
+            n = sum(d.whole[name].n for d in draws if name in d.whole)
             readings[name] = Reading(value * math.exp(mean), n)
         return Measurement(readings, len(draws) * self.problem.run_seconds)
 

@@ -80,9 +80,11 @@ class Offset:
     high: float
     n: int
 
-    def of(self, value: float) -> Reading:
-        measured = value * math.exp(self.value)
-        return Reading(measured, self.n, measured * math.exp(self.low), measured * math.exp(self.high))
+    def of(self, value: float, shrink: float) -> Reading:
+        """``value`` with this noise, in a run that scatters ``shrink`` times as much as the repeat did."""
+        measured = value * math.exp(shrink * self.value)
+        low, high = (measured * math.exp(shrink * end) for end in (self.low, self.high))
+        return Reading(measured, round(self.n / shrink**2), low, high)
 
 
 Offsets = Mapping[str, Offset]
@@ -94,6 +96,13 @@ class Draw:
 
     short: Offsets
     whole: Offsets
+    requests: float
+    """Of the repeat."""
+
+    def shrink(self, requests: float) -> float:
+        """By how much a run of so many requests scatters less: the error of a percentile falls with the root
+        of its samples."""
+        return min(1.0, math.sqrt(self.requests / requests)) if requests else 1.0
 
 
 class Noise:
@@ -109,7 +118,12 @@ class Noise:
                 if all(values := [row["whole"][metric][0] for row in own])
             }
             self._draws["closed" in name] += [
-                Draw(_offsets(row["short"], medians), _offsets(row["whole"], medians)) for row in own
+                Draw(
+                    _offsets(row["short"], medians),
+                    _offsets(row["whole"], medians),
+                    row["whole"]["completed"][0],
+                )
+                for row in own
             ]
 
     @classmethod

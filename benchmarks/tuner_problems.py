@@ -182,9 +182,15 @@ GPU_AXES: Mapping[str, Sequence[int | float]] = {
     MEMORY: (0.8, 0.85, 0.9, 0.92, 0.95),
     THRESHOLD: (0, 512, 2048),
 }
-SPECULATIVE_AXES: Mapping[str, Sequence[int | float]] = {
+BATCH_AXES: Mapping[str, Sequence[int | float]] = {
     TOKENS: (512, 1024, 2048, 4096, 8192, 16_384),
-    SEQS: (8, 16, 32, 128, 1024),
+    SEQS: (16, 24, 32, 48, 64, 80, 96, 128, 256, 1024),
+    MEMORY: (0.8, 0.85, 0.9, 0.92, 0.95),
+    THRESHOLD: (0, 1024),
+}
+SPECULATIVE_AXES: Mapping[str, Sequence[int | float]] = {
+    TOKENS: (1024, 2048, 4096, 8192),
+    SEQS: (8, 12, 16, 32, 128, 1024),
     MEMORY: (0.85, 0.9, 0.92, 0.95),
     DRAFTS: (0, 1, 2, 3, 4, 5),
 }
@@ -201,8 +207,8 @@ PROBLEMS = (
         defaults={TOKENS: 2048, SEQS: 64}, wrong="simulated:a100",
     ),
     Problem(
-        "batch, throughput, 8B on L40S", "simulated:l40s", "8B", "batch", "throughput", GPU_AXES,
-        concurrency=128, wrong="simulated:h100", run_seconds=80.0, budget=7500.0,
+        "batch, throughput, 8B on L40S", "simulated:l40s", "8B", "batch", "throughput", BATCH_AXES,
+        concurrency=112, wrong="simulated:h100", run_seconds=60.0, budget=6000.0,
     ),
     Problem(
         "mixed, goodput, 8B on H100", "simulated:h100", "8B", "mixed",
@@ -210,17 +216,17 @@ PROBLEMS = (
     ),
     Problem(
         "mixed, itl, 8B on L40S", "simulated:l40s", "8B", "mixed", "itl", GPU_AXES, rate=1.6,
-        wrong="simulated:h100", run_seconds=60.0, budget=6000.0,
+        wrong="simulated:h100", run_seconds=100.0, budget=7500.0,
     ),
     Problem(
         "rag, goodput, 70B on 4 H100", "simulated:h100", "70B", "rag",
         "ttft_p95<4s,itl_p99<120ms", GPU_AXES, rate=1.2, fixed={"tensor_parallel_size": 4},
-        start_seconds=90.0, run_seconds=60.0, budget=8000.0,
+        start_seconds=90.0, run_seconds=120.0, budget=10_000.0,
     ),
     Problem(
         "chat, throughput, 70B on 8 H100, drafts", "simulated:h100", "70B", "chat", "throughput",
         SPECULATIVE_AXES, concurrency=24, fixed={"tensor_parallel_size": 8}, wrong="simulated:a100",
-        start_seconds=90.0, budget=6500.0,
+        start_seconds=90.0, run_seconds=20.0, budget=5000.0,
     ),
     Problem(
         "mixed, itl, small model on a CPU", CPU, "bundled", "mixed", "itl", CPU_AXES, rate=1.6,

@@ -71,6 +71,7 @@ def noise(spread: float) -> Noise:
                 name: [value * (1 + sign * spread), 100, value * (1 - spread), None]
                 for name, value in (("itl_p99", 0.05), ("ttft_p95", 0.3), ("goodput", 8.0))
             }
+            figures["completed"] = [200, 200, None, None]
             rows.append({"setting": setting, "short": figures, "whole": figures})
     return Noise(rows)
 
