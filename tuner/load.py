@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from loadgen.arrivals import Arrival, ClosedLoop, Poisson
@@ -82,6 +83,11 @@ class Load:
 
     def rungs(self) -> tuple[Schedule, Schedule]:
         """The two schedules of every trial, which together are one run. The second finds the server warm."""
+        return self._rungs
+
+    @cached_property
+    def _rungs(self) -> tuple[Schedule, Schedule]:
+        """Made once: to draw prompts takes as long as to simulate a trial."""
         seed = self.seed * SEEDS
         if self.rate is None:
             parts = (SHORT_SHARE * self.seconds, (1 - SHORT_SHARE) * self.seconds)
