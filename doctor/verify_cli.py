@@ -63,7 +63,7 @@ def verify_command(
 
       vtune doctor verify findings.json --target "vllm serve my-model --max-num-seqs 8" --trace prod.csv
 
-      vtune doctor verify seq-cap --cure '--max-num-seqs 64' --target "vtune serve bundled --max-num-seqs 2"
+      vtune doctor verify seq-cap --cure='--max-num-seqs 64' --target "vtune serve bundled --max-num-seqs 2"
       --workload chat --concurrency 8 --duration 20s
 
     Exit codes: 0 verified, or inconclusive; 1 refuted; 2 bad usage or a server that does not start; 3 invalid
