@@ -201,40 +201,40 @@ CPU_AXES: Mapping[str, Sequence[int | float]] = {
     THRESHOLD: (0, 64, 128, 256),
 }
 PROBLEMS = (
-    Problem("chat, itl, 8B on H100", "simulated:h100", "8B", "chat", "itl", GPU_AXES, rate=24.0),
+    Problem("chat itl 8B on H100", "simulated:h100", "8B", "chat", "itl", GPU_AXES, rate=24.0),
     Problem(
-        "chat, ttft, 8B on H100, small start", "simulated:h100", "8B", "chat", "ttft", GPU_AXES, rate=26.0,
+        "chat ttft 8B on H100 small start", "simulated:h100", "8B", "chat", "ttft", GPU_AXES, rate=26.0,
         defaults={TOKENS: 2048, SEQS: 64}, wrong="simulated:a100",
     ),
     Problem(
-        "batch, throughput, 8B on L40S", "simulated:l40s", "8B", "batch", "throughput", BATCH_AXES,
+        "batch throughput 8B on L40S", "simulated:l40s", "8B", "batch", "throughput", BATCH_AXES,
         concurrency=112, wrong="simulated:h100", run_seconds=60.0, budget=6000.0,
     ),
     Problem(
-        "mixed, goodput, 8B on H100", "simulated:h100", "8B", "mixed",
+        "mixed goodput 8B on H100", "simulated:h100", "8B", "mixed",
         "ttft_p95<2s,itl_p99<50ms", GPU_AXES, rate=14.0,
     ),
     Problem(
-        "mixed, itl, 8B on L40S", "simulated:l40s", "8B", "mixed", "itl", GPU_AXES, rate=1.6,
+        "mixed itl 8B on L40S", "simulated:l40s", "8B", "mixed", "itl", GPU_AXES, rate=1.6,
         wrong="simulated:h100", run_seconds=100.0, budget=7500.0,
     ),
     Problem(
-        "rag, goodput, 70B on 4 H100", "simulated:h100", "70B", "rag",
+        "rag goodput 70B on 4 H100", "simulated:h100", "70B", "rag",
         "ttft_p95<4s,itl_p99<120ms", GPU_AXES, rate=1.2, fixed={"tensor_parallel_size": 4},
         start_seconds=90.0, run_seconds=120.0, budget=10_000.0,
     ),
     Problem(
-        "chat, throughput, 70B on 8 H100, drafts", "simulated:h100", "70B", "chat", "throughput",
+        "chat throughput 70B on 8 H100 drafts", "simulated:h100", "70B", "chat", "throughput",
         SPECULATIVE_AXES, concurrency=24, fixed={"tensor_parallel_size": 8}, wrong="simulated:a100",
         start_seconds=90.0, run_seconds=20.0, budget=5000.0,
     ),
     Problem(
-        "mixed, itl, small model on a CPU", CPU, "bundled", "mixed", "itl", CPU_AXES, rate=1.6,
+        "mixed itl small model on a CPU", CPU, "bundled", "mixed", "itl", CPU_AXES, rate=1.6,
         scale=0.1, defaults={TOKENS: 2048, SEQS: 128}, start_seconds=4.0, run_seconds=20.0, budget=1200.0,
     ),
 )  # fmt: skip
 MEASURED = Problem(
-    "mixed, itl, measured on the bundled engine", "bundled", "bundled", "mixed", "itl", TABLE_AXES,
+    "mixed itl measured on the bundled engine", "bundled", "bundled", "mixed", "itl", TABLE_AXES,
     rate=TABLE_SETTING.rate, scale=SCALE, defaults=TABLE_BASELINE,
     start_seconds=4.0, run_seconds=8.0, budget=360.0,
 )  # fmt: skip
