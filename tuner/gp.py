@@ -34,78 +34,96 @@ _SQRT5 = math.sqrt(5.0)
 
 
 @dataclass(frozen=True)
-class GaussianProcess:
-    """What n points ``x`` (n, d) with values (n,) say about all others. Made by :func:`fit`."""
+class Points:
+    """Where a process is asked, ``x`` (m, d); and what somebody predicts there, (m,), in units of y.
+
+    Predictions should be centred on all points that will be asked for: the line turns around 0.
+    """
 
     x: Array
+    predicted: Array | None = None
+
+    def __getitem__(self, rows: Any) -> Points:
+        return Points(self.x[rows], None if self.predicted is None else self.predicted[rows])
+
+
+@dataclass(frozen=True)
+class GaussianProcess:
+    """What the values at n points say about all others. Made by :func:`fit`."""
+
+    points: Points
     lengths: Array
     amplitude: float
     noise: float
     slope: float
-    """The posterior mean of the prediction's slope; 0 without one."""
-    _predicted: Array | None
+    """The posterior mean of the predictions' slope; 0 without any."""
+    mean: float
+    scale: float
     _factor: Any
     _weights: Array
-    _mean: float
-    _scale: float
-    _slope_scale: float
 
-    def __call__(self, x: Array, predicted: Array | None = None) -> tuple[Array, Array]:
-        """(means, standard deviations) of the noiseless values at ``x`` (m, d)."""
-        ours = None if self._predicted is None or predicted is None else predicted / self._scale
-        cross = self.amplitude**2 * _matern(x, self.x, self.lengths)[0] + LEVEL**2
-        prior = np.full(len(x), self.amplitude**2 + LEVEL**2)
-        mean = np.zeros(len(x))
-        if ours is not None and self._predicted is not None:
-            cross += SLOPE**2 * np.outer(ours, self._predicted)
-            prior += SLOPE**2 * ours**2
-            mean += ours
-        mean += cross @ self._weights
-        variance = prior - np.einsum("mn,nm->m", cross, cho_solve(self._factor, cross.T))
-        return self._mean + self._scale * mean, self._scale * np.sqrt(np.maximum(variance, 1e-12))
+    def __call__(self, at: Points, against: Points | None = None) -> tuple[Array, Array]:
+        """(means, standard deviations) of the noiseless values at m points.
+
+        ``against``: one point, whose own value is subtracted from each of theirs.
+        """
+        cross, mean = self._covariance(at, self.points), self.mean + self._predicted(at)
+        variance = self._variance(at)
+        if against is not None:
+            cross = cross - self._covariance(against, self.points)
+            mean = mean - (self.mean + self._predicted(against))
+            variance = variance + self._variance(against) - 2 * self._covariance(at, against)[:, 0]
+        mean = mean + self.scale * (cross @ self._weights)
+        variance = variance - np.einsum("mn,nm->m", cross, cho_solve(self._factor, cross.T))
+        return mean, self.scale * np.sqrt(np.maximum(variance, 1e-8))
+
+    def _predicted(self, at: Points) -> Array:
+        return np.zeros(len(at.x)) if at.predicted is None else at.predicted
+
+    def _covariance(self, a: Points, b: Points) -> Array:
+        """In units of the scale, squared."""
+        found = self.amplitude**2 * _matern(a.x, b.x, self.lengths) + LEVEL**2
+        if a.predicted is not None and b.predicted is not None:
+            found += (SLOPE / self.scale) ** 2 * np.outer(a.predicted, b.predicted)
+        return found
+
+    def _variance(self, at: Points) -> Array:
+        return self.amplitude**2 + LEVEL**2 + (SLOPE / self.scale * self._predicted(at)) ** 2
 
 
-def fit(
-    x: Array, y: Array, variances: Array | None = None, predicted: Array | None = None
-) -> GaussianProcess:
-    """``variances`` (n,): noise that a point has beyond the common one, in units of y squared.
-
-    ``predicted`` (n,): what somebody expected of each point, in units of y; its mean over all points that
-    will be asked for should be 0, for the line turns around 0.
-    """
-    mean = float(np.mean(y if predicted is None else y - predicted))
-    scale = max(float(np.std(y)), 0.05)
-    target = (y - mean) / scale
+def fit(points: Points, y: Array, variances: Array | None = None) -> GaussianProcess:
+    """``variances`` (n,): noise that a point has beyond the common one, in units of y squared."""
+    phi = points.predicted
+    missed = y if phi is None else y - phi
+    mean, scale = float(np.mean(missed)), max(float(np.std(y)), 0.05)
+    target = (missed - mean) / scale
     extra = np.zeros(len(y)) if variances is None else variances / scale**2
     fixed = np.full((len(y), len(y)), LEVEL**2) + np.diag(extra + JITTER)
-    phi = None if predicted is None else predicted / scale
     if phi is not None:
-        target = target - phi
-        fixed += SLOPE**2 * np.outer(phi, phi)
-    squares = (x[:, None, :] - x[None, :, :]) ** 2
-    centre = np.array([*[LENGTH[0]] * x.shape[1], AMPLITUDE[0], NOISE[0] - math.log(scale)])
-    width = np.array([*[LENGTH[1]] * x.shape[1], AMPLITUDE[1], NOISE[1]])
+        fixed += (SLOPE / scale) ** 2 * np.outer(phi, phi)
+    dimensions = points.x.shape[1]
+    squares = (points.x[:, None, :] - points.x[None, :, :]) ** 2
+    centre = np.array([*[LENGTH[0]] * dimensions, AMPLITUDE[0], NOISE[0] - math.log(scale)])
+    width = np.array([*[LENGTH[1]] * dimensions, AMPLITUDE[1], NOISE[1]])
     best = minimize(
         _loss, centre, args=(squares, target, fixed, centre, width), jac=True, method="L-BFGS-B",
         bounds=[(c - 3 * w, c + 3 * w) for c, w in zip(centre, width, strict=True)], options={"maxiter": 40},
     )  # fmt: skip
     lengths, amplitude, noise = np.exp(best.x[:-2]), math.exp(best.x[-2]), math.exp(best.x[-1])
-    kernel = amplitude**2 * _matern(x, x, lengths)[0] + fixed + noise**2 * np.eye(len(y))
+    kernel = amplitude**2 * _matern(points.x, points.x, lengths) + fixed + noise**2 * np.eye(len(y))
     factor = cho_factor(kernel, lower=True)
     weights = cho_solve(factor, target)
-    slope = 0.0 if phi is None else 1.0 + SLOPE**2 * float(phi @ weights)
-    return GaussianProcess(
-        x, lengths, amplitude, noise, slope, phi, factor, weights, mean, scale, SLOPE
-    )  # fmt: skip
+    slope = 0.0 if phi is None else 1.0 + SLOPE**2 / scale * float(phi @ weights)
+    return GaussianProcess(points, lengths, amplitude, noise, slope, mean, scale, factor, weights)
 
 
-def _matern(a: Array, b: Array, lengths: Array) -> tuple[Array, Array]:
-    """Matérn 5/2 of every pair, and its derivative by the squared scaled distance, times -2."""
+def _matern(a: Array, b: Array, lengths: Array) -> Array:
+    """Matérn 5/2 of every pair."""
     u, v = a / lengths, b / lengths
     squared = (u**2).sum(1)[:, None] + (v**2).sum(1)[None, :] - 2 * u @ v.T
     r = _SQRT5 * np.sqrt(np.maximum(squared, 0.0))
-    decay = np.exp(-r)
-    return (1 + r + r**2 / 3) * decay, 5 / 3 * (1 + r) * decay
+    found: Array = (1 + r + r**2 / 3) * np.exp(-r)
+    return found
 
 
 def _loss(

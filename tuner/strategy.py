@@ -6,6 +6,7 @@ resumed, or shared by many workers, goes on as if nothing had happened.
 
 from __future__ import annotations
 
+import math
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -15,12 +16,16 @@ import optuna
 
 from loadgen.slo import Bound
 from tuner.result import TrialResult
-from tuner.slo import Objective
+from tuner.slo import Objective, RelativeBound
 from tuner.space import Config, Space, Value, config_key
 
 BASELINE = "baseline"
 """The origin of the user's own config."""
 LAUNCHED = ("measured", "stopped", "failed")
+TIE = 0.1
+"""Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
+SLACK = 0.05
+"""Relative distance that a candidate should keep to its bounds."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +44,13 @@ class History:
 
     space: Space
     objective: Objective
-    bounds: tuple[Bound, ...]
-    """As numbers; those that are relative to the baseline appear with its measurement."""
     results: tuple[TrialResult, ...]
-    best: TrialResult | None
-    """The best feasible config so far."""
-    taken: frozenset[str]
+    taken: frozenset[str] = frozenset()
     """Keys (see config_key) of every config that was told, is queued, or runs somewhere."""
+    bounds: tuple[Bound, ...] = ()
+    relative: tuple[RelativeBound, ...] = ()
+    best: TrialResult | None = None
+    """The best feasible config so far."""
 
     @property
     def launched(self) -> tuple[TrialResult, ...]:
@@ -75,6 +80,10 @@ class Strategy(ABC):
 
         A suggestion that breaks a rule or repeats a config costs no launch, and is asked for anew.
         """
+
+    def rank(self, history: History) -> list[TrialResult]:
+        """Feasible configs, the user's own among them, the best first. By default by what each measured."""
+        return by_measurement(history)
 
     def sampler(self, seed: int) -> optuna.samplers.BaseSampler:
         """Fills in what suggestions leave out."""
@@ -150,6 +159,46 @@ class StaircaseStrategy(Strategy):
                 if improved:
                     break
         return None
+
+
+def by_measurement(history: History) -> list[TrialResult]:
+    """Feasible configs, the best first.
+
+    Those that keep SLACK to every bound come first, for one measurement does not tell a bound that is just
+    held from one that is just missed. Then the objective decides, and of those that tie with the best the one
+    with fewest changes; the user's own is the best unless another one is better.
+    """
+    objective, space = history.objective, history.space
+    feasible = [r for r in history.results if r.feasible and math.isfinite(r.value(objective))]
+    own = [r for r in feasible if not space.changes(r.config)][:1]
+    others = [r for r in feasible if space.changes(r.config)]
+    ordered = sorted(others, key=lambda r: (r.slack < SLACK, _cost(r, objective)))
+    if ordered:
+        top = ordered[0]
+        near = [r for r in ordered if r.slack >= min(SLACK, top.slack) and _tied(r, top, objective)]
+        first = min(near, key=lambda r: (len(space.changes(r.config)), ordered.index(r)))
+        ordered = [first, *(r for r in ordered if r is not first)]
+    better = 1 if ordered and own and _cost(ordered[0], objective) < _cost(own[0], objective) else 0
+    return [*ordered[:better], *own, *ordered[better:]]
+
+
+def _cost(result: TrialResult, objective: Objective) -> tuple[float, float]:
+    """Smaller is better: the pessimistic end of the objective's interval, then its value.
+
+    A tail percentile of one run can be small by luck, when just fewer stalls than its share fell into the
+    run; its interval then reaches up to the stalls, and what is chosen for the value alone fails on fresh
+    runs.
+    """
+    reading = result.reading(objective)
+    if objective.direction == "minimize":
+        return (reading.high if math.isfinite(reading.high) else math.inf), reading.value
+    return -(reading.low if math.isfinite(reading.low) else reading.value), -reading.value
+
+
+def _tied(a: TrialResult, b: TrialResult, objective: Objective) -> bool:
+    """Within TIE of each other, both by the end of the interval and by value."""
+    pairs = zip(_cost(a, objective), _cost(b, objective), strict=True)
+    return all(x == y or abs(x - y) <= TIE * abs(y) for x, y in pairs)
 
 
 def _index(param: Value) -> int:

@@ -1,12 +1,11 @@
 """The Gaussian process: exact gradients, calibrated on what it has not seen, corrected priors."""
 
-import math
-
 import numpy as np
 import pytest
 from scipy.optimize import check_grad
 
 from tuner import gp
+from tuner.gp import Points
 
 rng = np.random.default_rng(3)
 SEEN, UNSEEN = rng.random((24, 4)), rng.random((400, 4))
@@ -32,40 +31,55 @@ def test_the_gradient_of_the_hyperparameters_is_exact():
 
 
 def test_it_foretells_what_it_has_not_seen_and_says_how_well():
-    mean, deviation = gp.fit(SEEN, truth(SEEN))(UNSEEN)
+    process = gp.fit(Points(SEEN), truth(SEEN))
+    mean, deviation = process(Points(UNSEEN))
     assert error(mean) < 0.15 * float(np.std(truth(UNSEEN)))
     within = np.abs(mean - truth(UNSEEN)) < 2 * deviation
     assert within.mean() > 0.9
-    assert gp.fit(SEEN, truth(SEEN))(SEEN)[1].max() < deviation.mean()
+    assert process(Points(SEEN))[1].max() < deviation.mean()
+
+
+def test_the_difference_to_a_point_is_surer_than_either_near_it_and_zero_at_it():
+    process = gp.fit(Points(SEEN[:6]), truth(SEEN[:6]))
+    mean, deviation = process(Points(UNSEEN), against=Points(UNSEEN[:1]))
+    assert mean[0] == pytest.approx(0.0, abs=1e-6)
+    assert deviation[0] < 0.01
+    plain, _ = process(Points(UNSEEN))
+    assert mean == pytest.approx(plain - plain[0], abs=1e-6)
+    near = UNSEEN[:1] + 0.01
+    assert process(Points(near), Points(UNSEEN[:1]))[1] < 0.5 * process(Points(near))[1]
+
+
+def predicting(factor, few):
+    """Points of a prediction that is ``factor`` times the truth, and the same of what was not seen."""
+    level = factor * truth(UNSEEN).mean()
+    return Points(few, factor * truth(few) - level), Points(UNSEEN, factor * truth(UNSEEN) - level)
 
 
 def test_a_prediction_that_is_off_by_half_helps_at_few_points():
     few = SEEN[:6]
-    mean, _ = gp.fit(few, truth(few))(UNSEEN)
-    ahead = 0.6 * truth(UNSEEN)
-    process = gp.fit(few, truth(few), predicted=0.6 * truth(few) - ahead.mean())
-    assert error(process(UNSEEN, ahead - ahead.mean())[0]) < 0.5 * error(mean)
+    mean, _ = gp.fit(Points(few), truth(few))(Points(UNSEEN))
+    told, asked = predicting(0.6, few)
+    assert error(gp.fit(told, truth(few))(asked)[0]) < 0.5 * error(mean)
 
 
 def test_a_prediction_of_the_opposite_loses_its_weight():
-    ahead = -truth(UNSEEN)
-    process = gp.fit(SEEN, truth(SEEN), predicted=-truth(SEEN) - ahead.mean())
+    told, asked = predicting(-1.0, SEEN)
+    process = gp.fit(told, truth(SEEN))
     assert process.slope < 0.3
-    mean, _ = process(UNSEEN, ahead - ahead.mean())
-    assert error(mean) < 0.15 * float(np.std(truth(UNSEEN)))
+    assert error(process(asked)[0]) < 0.15 * float(np.std(truth(UNSEEN)))
 
 
 def test_a_point_with_a_variance_of_its_own_counts_less():
-    x, y = np.array([[0.2], [0.5], [0.8]]), np.array([0.0, 1.0, 0.0])
-    sure = gp.fit(x, y)(x)[0]
-    unsure = gp.fit(x, y, np.array([0.0, 4.0, 0.0]))(x)[0]
+    points, y = Points(np.array([[0.2], [0.5], [0.8]])), np.array([0.0, 1.0, 0.0])
+    sure = gp.fit(points, y)(points)[0]
+    unsure = gp.fit(points, y, np.array([0.0, 4.0, 0.0]))(points)[0]
     assert unsure[1] < 0.6 * sure[1]
 
 
 @pytest.mark.parametrize("value", [0.0, 3.0])
 def test_one_point_or_equal_ones_give_a_finite_answer(value):
     for x in (SEEN[:1], SEEN[:5]):
-        mean, deviation = gp.fit(x, np.full(len(x), value))(UNSEEN)
+        mean, deviation = gp.fit(Points(x), np.full(len(x), value))(Points(UNSEEN))
         assert np.isfinite(deviation).all()
         assert mean == pytest.approx(np.full(len(UNSEEN), value), abs=0.01)
-        assert math.isfinite(float(deviation.max()))

@@ -20,7 +20,7 @@ BOUNDS = SLO.resolve(measure(DEFAULTS).value)
 def make(strategy, storage=None, **space):
     record = open_study(storage or optuna.storages.InMemoryStorage(), "test", SLO.objective)
     study = Study(record, build_space(DEFAULTS, 8192, **space), SLO.objective, 1, strategy)
-    study.bounds = BOUNDS
+    study.bounds, study.relative = SLO.bounds, SLO.relative
     study.enqueue(DEFAULTS, BASELINE)
     return study
 
