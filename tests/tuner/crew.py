@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -14,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import scipy.stats  # noqa: F401 - here, and not in every fork
 import sqlalchemy
 from analytic_target import AnalyticTarget
 
+import tuner.trial as trial_module
+import tuner.verdict as verdict_module
 from loadgen.target import OpenTarget
 from tuner.interrupts import Interrupts
 from tuner.job import Job
@@ -26,15 +28,13 @@ from tuner.optimize import Optimizer
 from tuner.slo import parse_slo
 from tuner.storage import Heartbeat, Patience, open_storage, open_study
 from tuner.trial import Bench
-from tuner.verdict import come_to_verdict
 from tuner.workers import SharedCrew
 
 HEARTBEAT = Heartbeat(interval=0.1, grace=600.0)
 """However slowly a machine's tests run, nobody is taken for dead but by :meth:`Crew.bury`."""
 JOB = Job(rate=1.0, budget=None, trials=5, run_seconds=20.0, pairs=2, strategy="random", prior="none")
+optuna.storages.RDBStorage("sqlite://").engine.dispose()  # sets up what every fork then has
 FORK = multiprocessing.get_context("fork")
-for _module in ("optuna.importance", "plotly.io", "scipy.stats"):
-    importlib.import_module(_module)  # what a report needs: here, and not in every fork
 PATIENCE_SECONDS = 120.0
 
 
@@ -82,11 +82,12 @@ class Crew:
         storage = open_storage(self.url, HEARTBEAT, Patience(seconds=60.0, pause=0.05, longest_pause=0.2))
         record = open_study(storage, "s", parse_slo(self.job.slo).objective)
         diary = Diary(out / "diary")
+        verdict_module.conclude, trial_module.examine = without_report, unexamined
         machine = Machine(f"host-{name}", os.getpid(), hardware)
         storage.patience = replace(storage.patience, notify=diary.note)
         with SharedCrew(storage, record, machine, diary.note, poll=0.05) as crew:
             optimizer = Optimizer(self.job, Bench(target, diary, Interrupts(), out), record, crew)
-            verdict = come_to_verdict("s", optimizer, target)
+            verdict = verdict_module.come_to_verdict("s", optimizer, target)
         (out / "verdict").write_text("\n".join(verdict.lines))
         (out / "opened").write_text(str(len(target.opened)))
 
@@ -153,6 +154,16 @@ class Crew:
         assert [r["origin"] for r in launched].count("baseline") == 1
         assert len(launched) == 1 + trials
         assert not [t.number for t in self.trials() if t.state.name == "RUNNING"]
+
+
+def unexamined(*_: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What :func:`tuner.findings.examine` returns for a trial of which the doctor finds nothing."""
+    return (), ()
+
+
+def without_report(name: str, optimizer: Optimizer, target: Any, outcome: Any, advice: Any) -> Any:
+    """What :func:`tuner.verdict.conclude` returns, without a report's charts."""
+    return verdict_module.Verdict(0, (outcome.sentence,), "{}", files=(), launched=optimizer.launched())
 
 
 def wait_for(path: Path, seconds: float = PATIENCE_SECONDS) -> None:

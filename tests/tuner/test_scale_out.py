@@ -115,7 +115,7 @@ def test_workers_outlast_a_database_that_restarts(crew_in, fresh, database, tmp_
     database.stop()
     for marker in ("halted", "w0-halted"):  # both come to their ends while there is no database
         (tmp_path / marker).unlink()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not all("does not answer" in crew.diary(name) for name in crew.workers):
         assert time.monotonic() < deadline, crew.diary("w0")
         time.sleep(0.05)
