@@ -166,7 +166,14 @@ def _patient(name: str) -> Callable[..., Any]:
     return call
 
 
-_BEHIND_THE_CACHE = {"_create_new_trial", "_get_trials", "_get_stale_trial_ids"}
+_BEHIND_THE_CACHE = {
+    "_create_new_trial",
+    "_get_best_trial_id",
+    "_get_stale_trial_ids",
+    "_get_trials",
+    "_set_trial_param",
+    "get_trial_id_from_study_id_trial_number",
+}
 """What Optuna's cache, which it puts before every RDB, asks for beside the public operations."""
 for _name in (optuna.storages.BaseStorage.__abstractmethods__ | _BEHIND_THE_CACHE) - {
     "set_trial_state_values"
