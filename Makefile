@@ -52,7 +52,8 @@ test: model check gate  ## Every check and every test
 playbooks: model  ## Prove every playbook's cure (about an hour, in parts: run it again to go on), and write the table
 	-$(BIN)/vtune playbook run --all --simulated --out $(CURES)
 	-$(BIN)/vtune playbook run --all --measured --pairs 3 --limit $(PART) --out $(CURES)
-	$(BIN)/python -m benchmarks.cures $(CURES)
+	-$(BIN)/vtune playbook run --all --measured --target simulated:two-cores --out $(CURES)/two-cores
+	$(BIN)/python -m benchmarks.cures $(CURES) $(CURES)/two-cores
 
 format:  ## Format and fix what can be fixed
 	$(BIN)/ruff format .

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from loadgen.routing import Policy
     from loadgen.workload import Schedule
 
+BUNDLED_SHAPE = "135m"
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{)?", re.MULTILINE)
 
 
@@ -51,8 +52,8 @@ class Stage(Target):
             return ServerTarget.bundled(self.model, log_dir=self._log_dir)
         try:
             return SimulatedTarget(
-                self.name,
-                model_file(side.model or self.model),
+                SIMULATED + packaged("times", self.name.removeprefix(SIMULATED)),
+                packaged("shape", side.model or self.model),
                 replicas=side.replicas,
                 routing=cast("Policy", side.routing),
                 acceptance=self._acceptance,
@@ -130,18 +131,20 @@ def _labelled(text: str, instance: str) -> str:
     )
 
 
-def model_file(name: str) -> str:
-    """A shape of the package by its name (``8b``), or whatever path or id it is."""
-    shape = resources.files("playbooks").joinpath(f"shape-{name}.json")
-    with resources.as_file(shape) as path:
+def packaged(kind: str, name: str) -> str:
+    """A file of the package by its name (the shape ``8b``, the times ``two-cores``), or ``name`` itself."""
+    file = resources.files("playbooks").joinpath(f"{kind}-{name}.json")
+    with resources.as_file(file) as path:
         return str(path) if path.is_file() else name
 
 
 def stage_of(experiment: Experiment, target: str | None, model: str | None, log_dir: Path | None) -> Stage:
     """``target`` and ``model`` replace those of the page. Raises ExperimentError."""
     where = target or experiment.target
-    named = model or (experiment.model if where == experiment.target or experiment.simulated else BUNDLED)
-    return Stage(where, named, acceptance=experiment.acceptance, log_dir=log_dir)
+    own = experiment.model if where.startswith(SIMULATED) == experiment.simulated else BUNDLED
+    if own == BUNDLED and where.startswith(SIMULATED):
+        own = BUNDLED_SHAPE  # its weights are not needed, so they need not be fetched
+    return Stage(where, model or own, acceptance=experiment.acceptance, log_dir=log_dir)
 
 
 def opened(stage: Stage, side: Side) -> AbstractContextManager[OpenTarget]:

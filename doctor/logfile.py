@@ -22,6 +22,10 @@ _BUDGET = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\
 _RANGES = re.compile(r"'compile_ranges_endpoints': \[([\d, ]+)\]")
 """The last of the ranges that a step's tokens are compiled for ends at the budget."""
 _POOL = re.compile(r"KV cache size: ([\d,]+) tokens")
+_BLOCKS = re.compile(r"# \w+ blocks: (\d+), # CPU blocks: \d+")
+_BLOCK_SIZE = 16
+"""V0's on a GPU, where the log does not name one."""
+_LENGTH = re.compile(r"Maximum concurrency for ([\d,]+) tokens per request")
 _DURATIONS = {
     "startup_seconds": re.compile(r"init engine \(.*?\) took ([\d.]+) ?s"),
     "compile_seconds": re.compile(r"torch\.compile (?:takes|took) ([\d.]+) ?s in total"),
@@ -36,9 +40,13 @@ _PERIODIC = re.compile(
     r"(?:Engine (?P<engine>\d+): )?Avg prompt throughput: (?P<prompt>[\d.]+) tokens/s, "
     r"Avg generation throughput: (?P<generation>[\d.]+) tokens/s, "
     r"Running: (?P<running>\d+) reqs, (?:Swapped: \d+ reqs, )?(?:Waiting|Pending): (?P<waiting>\d+) reqs, "
-    r"(?:GPU|CPU|TPU|XPU)? ?KV cache usage: (?P<kv>[\d.]+)%"
-    r"(?:.*?[Pp]refix cache hit rate: (?:GPU: )?(?P<hits>[\d.]+)%)?"
+    r"(?P<between>.*?)KV cache usage: (?P<kv>[\d.]+)%(?P<after>.*)"
 )
+"""V1 puts deferred requests, KV loads and preemptions, where there are any, between queue and KV usage."""
+_PREEMPTIONS = re.compile(r"Preemptions: (\d+)")
+"""V1's, of the interval. Where one line has them, the lines without had none; older versions never say."""
+_HALF_A_YEAR_MS = 180 * 86_400_000
+_HIT_RATE = re.compile(r"(?<!External )[Pp]refix cache hit rate: (?:GPU: )?([\d.]+)%")
 _DRAFTS = (
     # V1: tokens since the last line; V0: tokens since the start.
     (re.compile(r"SpecDecoding metrics: .*?Accepted: (\d+) tokens, Drafted: (\d+) tokens"), False),
@@ -49,8 +57,8 @@ _DRAFTS = (
         True,
     ),
 )
-_PREEMPTED = re.compile(r"total_num_cumulative_preemption=(\d+)")
-"""V0 warns with its running total; V1 does not say."""
+_PREEMPTED = re.compile(r"(?:total_num_cumulative_preemption|total_cumulative_preemption_cnt)=(\d+)")
+"""V0 warns with its running total."""
 _DUMP_KEYS = {
     "max_seq_len": "max_model_len",
     "tensor_parallel_size": "tensor_parallel_size",
@@ -126,6 +134,10 @@ def parse_log(text: str) -> LogFacts:
             flags["max_num_batched_tokens"] = int(match[1])
         elif match := _POOL.search(line):
             pool = int(match[1].replace(",", ""))
+        elif match := _BLOCKS.search(line):
+            pool = int(match[1]) * int(flags.get("block_size", _BLOCK_SIZE))
+        if match := _LENGTH.search(line):
+            flags.setdefault("max_model_len", int(match[1].replace(",", "")))
         if version is None and (match := _VERSION.search(line)):
             version = match[1].rstrip(".")
         for name, pattern in _DURATIONS.items():
@@ -183,23 +195,28 @@ def _periodic(lines: Iterable[str]) -> Iterable[tuple[int, str]]:
     What other lines say (drafts, preemptions) is in the next scrape. They name no engine, so with several
     engines in one log these counters stand beside the first.
     """
-    totals: dict[str, tuple[int, float, float]] = {}
+    lines = list(lines)
     extras: dict[str, float] = {}
+    if any(_PREEMPTIONS.search(line) for line in lines):
+        extras["vllm:num_preemptions_total"] = 0.0
+    totals: dict[str, tuple[int, float, float]] = {}
+    newest = 0
     for line in lines:
         _note(line, extras)
         if (match := _PERIODIC.search(line)) is None:
             continue
-        when = (1970, *(int(match[part]) for part in ("month", "day", "h", "m", "s")))
-        try:
-            unix_ms = calendar.timegm((*when, 0, 0, 0)) * 1000
-        except ValueError:
+        unix_ms = _moment(match, newest)
+        if unix_ms is None:
             continue
+        newest = max(newest, unix_ms)
         engine = str(int(match["engine"] or 0))
         before, prompt, generation = totals.get(engine, (unix_ms, 0.0, 0.0))
         seconds = max(0.0, (unix_ms - before) / 1000)
         prompt += float(match["prompt"]) * seconds
         generation += float(match["generation"]) * seconds
         totals[engine] = (unix_ms, prompt, generation)
+        if counted := _PREEMPTIONS.search(match["between"]):
+            extras["vllm:num_preemptions_total"] += float(counted[1])
         samples = {
             "vllm:num_requests_running": float(match["running"]),
             "vllm:num_requests_waiting": float(match["waiting"]),
@@ -208,13 +225,28 @@ def _periodic(lines: Iterable[str]) -> Iterable[tuple[int, str]]:
             "vllm:generation_tokens_total": generation,
             **(extras if engine == min(totals) else {}),
         }
-        if match["hits"] is not None:
-            samples["vllm:gpu_prefix_cache_hit_rate"] = float(match["hits"]) / 100
+        if hits := _HIT_RATE.search(match["after"]):
+            samples["vllm:gpu_prefix_cache_hit_rate"] = float(hits[1]) / 100
         yield unix_ms, "".join(f'{name}{{engine="{engine}"}} {value}\n' for name, value in samples.items())
+
+
+def _moment(match: re.Match[str], newest: int) -> int | None:
+    """A line's time as if it were 1970, or the year after where a log goes on over New Year. Unix ms."""
+    for year in (1970, 1971):
+        when = (year, *(int(match[part]) for part in ("month", "day", "h", "m", "s")))
+        try:
+            unix_ms = calendar.timegm((*when, 0, 0, 0)) * 1000
+        except ValueError:
+            return None
+        if unix_ms > newest - _HALF_A_YEAR_MS:
+            return unix_ms
+    return None
 
 
 def _note(line: str, extras: dict[str, float]) -> None:
     """Count what a line says beside the load."""
+    if (match := _HIT_RATE.search(line)) and not _PERIODIC.search(line):  # V0 has a line of its own for it
+        extras["vllm:gpu_prefix_cache_hit_rate"] = float(match[1]) / 100
     if match := _PREEMPTED.search(line):
         extras["vllm:num_preemptions_total"] = float(match[1])
     for pattern, cumulative in _DRAFTS:

@@ -139,19 +139,18 @@ def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
         "running_when_waiting",
         "waiting_share",
         "kv_max",
-        "decode_time_mean",
-        "prefill_time_mean",
+        "decode_per_prefill",
     )
     found = [reading.point for name in wanted if isinstance(reading := readings[name], Number)]
     if flags.known["max_num_seqs"].certain or len(found) < len(wanted):
         return flags
-    most, usual, waiting, kv, decode, prefill = found
+    most, usual, waiting, kv, decode = found
     # Requests wait, the KV pool has room, and running stays at its maximum: that maximum is the cap. A slot
     # is empty for a step whenever a request finishes, hence half a slot less. Two or three of them can also
     # be what a small token budget admits; then they are held by prefill and not by decoding.
-    flat = usual > 0.9 * most if most >= 4 and decode <= prefill else usual > 0.8 * most - 0.5
+    flat = usual > 0.9 * most if most >= 4 and decode <= 1 else usual > 0.8 * most - 0.5
     possible = most >= flags.known["max_num_seqs"].number.low
-    if possible and waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > prefill):
+    if possible and waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > 1):
         return flags.with_flag(server_flags.inferred("max_num_seqs", most, most, most))
     return flags
 

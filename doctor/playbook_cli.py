@@ -52,7 +52,10 @@ def run_playbook(
     all_of_them: Annotated[bool, typer.Option("--all", help="Every playbook, one after another.")] = False,
     target: Annotated[
         str | None,
-        typer.Option(help="bundled, or simulated:h100 and the like (virtual time). [as the playbook says]"),
+        typer.Option(
+            help="bundled; in virtual time: simulated:h100 and the like, or simulated:two-cores (the bundled "
+            "engine by step times that were measured). [as the playbook says]"
+        ),
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="config.json, a checkpoint or a hub id. [as the playbook says]")
@@ -65,7 +68,10 @@ def run_playbook(
         int | None, typer.Option(min=1, help="Of a page with several experiments, only this one.")
     ] = None,
     simulated: Annotated[
-        bool | None, typer.Option("--simulated/--measured", help="Only experiments of this kind. [both]")
+        bool | None,
+        typer.Option(
+            "--simulated/--measured", help="Only those that the page simulates, or measures. [both]"
+        ),
     ] = None,
     limit: Annotated[
         str | None, typer.Option(help="Begin no experiment after this time, e.g. 9m; --out goes on later.")
@@ -87,7 +93,7 @@ def run_playbook(
 
       vtune playbook run seq-cap
 
-      vtune playbook run kv-pressure --target simulated:h100 --model config.json
+      vtune playbook run seq-cap --target simulated:two-cores
 
       vtune playbook run --all --simulated --out runs/playbooks
 

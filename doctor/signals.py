@@ -240,7 +240,15 @@ SIGNALS: dict[str, Signal] = {
         _signal("itl_p50", "s", "median inter-token latency (per step output)", Quantile(0.5, "itl")),
         _signal("itl_p90", "s", "P90 inter-token latency", Quantile(0.9, "itl")),
         _signal("itl_p99", "s", "P99 inter-token latency", Quantile(0.99, "itl")),
-        _signal("itl_mean", "s", "mean inter-token latency", Mean("itl")),
+        # Without the histogram: by Little's law, running requests over tokens a second. It counts a request's
+        # prefill as a part of its tokens.
+        _signal(
+            "itl_mean",
+            "s",
+            "mean inter-token latency",
+            Mean("itl"),
+            Ratio(OverTime("running", "avg"), OverTime("generation_tokens", "rate")),
+        ),
         _signal(
             "itl_above_slo",
             "share",
@@ -264,6 +272,14 @@ SIGNALS: dict[str, Signal] = {
         ),
         _signal("prefill_time_mean", "s", "mean time in prefill", Mean("prefill_time")),
         _signal("decode_time_mean", "s", "mean time in decode", Mean("decode_time")),
+        # Without the histograms, tokens stand for time; a prompt's take less of it.
+        _signal(
+            "decode_per_prefill",
+            "ratio",
+            "time in decode over time in prefill",
+            Ratio(HistogramSum("decode_time"), HistogramSum("prefill_time")),
+            Ratio(OverTime("generation_tokens", "increase"), OverTime("prompt_tokens", "increase")),
+        ),
         _signal(
             "prefilling_mean",
             "requests",

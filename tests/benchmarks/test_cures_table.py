@@ -30,7 +30,7 @@ def test_a_proof_is_of_a_cure_as_it_reads_now(proof: dict[str, Any]) -> None:
     book = BY_ID[proof["playbook"]]
     assert is_current(proof, book), "run make playbooks again: the cure was reworded"
     assert proof["experiment"] < len(book.reproduction.experiments)
-    assert proof["simulated"] == book.reproduction.experiments[proof["experiment"]].simulated
+    assert proof["simulated"] or not book.reproduction.experiments[proof["experiment"]].simulated
 
 
 def test_no_prescription_stands_refuted() -> None:

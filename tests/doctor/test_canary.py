@@ -14,14 +14,14 @@ from typer.testing import CliRunner, Result
 
 from doctor.cli import mount
 from doctor.diagnose import diagnose
-from doctor.experiment_target import model_file
+from doctor.experiment_target import packaged
 from doctor.sources import Scrapes
 
 app = typer.Typer()
 mount(app)
 FAKE = Path(__file__).parents[1] / "fake_server.py"
 LOAD = ("--workload", "random", "--input-len", "64", "--output-len", "32", "--concurrency", "8")
-SIMULATED = ("--target", "simulated:h100", "--model", model_file("8b"), "--flags", "--max-num-seqs 2")
+SIMULATED = ("--target", "simulated:h100", "--model", packaged("shape", "8b"), "--flags", "--max-num-seqs 2")
 
 
 def verify(*arguments: str) -> Result:

@@ -160,9 +160,9 @@ def test_a_fleet_is_scraped_as_one_page_with_instances(small_fleet: tuple[Record
 @pytest.fixture
 def small_fleet() -> tuple[Records, ...]:
     """Two replicas, of which one never gets a request."""
-    from doctor.experiment_target import model_file
+    from doctor.experiment_target import packaged
 
-    target = SimulatedTarget("simulated:h100", model_file("8b"), replicas=2, routing="length-pooled")
+    target = SimulatedTarget("simulated:h100", packaged("shape", "8b"), replicas=2, routing="length-pooled")
     with target.open({}) as fleet:
         fleet.run(made({"name": "a", "rate": 4, "prompt": 50, "output": 20}))
         return fleet.parts
