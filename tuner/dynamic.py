@@ -32,6 +32,8 @@ class Curve:
     """Whether the SLO's bounds hold at each level."""
     predicted: bool = False
     """Simulated rather than measured."""
+    pressure: tuple[Reading, ...] = ()
+    """Of the bound that is nearest to being missed, value over limit at each level; () where not known."""
 
 
 @dataclass(frozen=True)
@@ -203,16 +205,16 @@ def _path(losses: Sequence[Sequence[Loss]]) -> list[int]:
 def _edge(loads: Sequence[float], a: Curve, b: Curve, level: int, lower_is_better: bool) -> Crossing:
     """Where ``b`` takes over between ``level`` and the next.
 
-    Where the SLO decides, or intervals, there is no point at which the curves cross, and the middle stands
-    for it.
+    Where the SLO decides, that is where ``a`` comes to miss it. Where intervals decide there is no such
+    place, and the middle stands for it.
     """
     low, high = loads[level], loads[level + 1]
     middle = math.sqrt(low * high)
     if a.holds[level + 1] or not b.holds[level + 1]:
         found = crossing(loads, a.readings, b.readings, lower_is_better, near=middle)
-        if found is not None and low <= found.at <= high:
-            return found
-    return Crossing(middle, low, high)
+    else:
+        found = crossing(loads, a.pressure, [Reading(1.0)] * len(loads), near=middle) if a.pressure else None
+    return found if found is not None and low <= found.at <= high else Crossing(middle, low, high)
 
 
 def _short(curves: Sequence[Curve], found: Sequence[Regime]) -> dict[int, str]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from loadgen.slo import LATENCIES, family_of
+from loadgen.slo import Bound
 from loadgen.target import Target, TargetFailed
 from tuner.budget import LOADS_CONFIGS, PAUSE
 from tuner.dynamic import Curve, Regime, advise, advised, regimes, to_json
@@ -21,7 +21,7 @@ from tuner.optimize import Optimizer
 from tuner.outcome import Outcome, label
 from tuner.replay import ReplayLoad
 from tuner.result import Measurement, Reading, TrialResult, without_nan
-from tuner.slo import Objective, Slo
+from tuner.slo import Slo
 from tuner.space import DRAFTS, Config, Space, config_key
 from tuner.study import describe_changes
 from tuner.trial import ServerFailed, SetupFailed
@@ -95,7 +95,7 @@ class _Comparison:
     def __init__(self, optimizer: Optimizer, levels: Sequence[float]) -> None:
         self.optimizer, self.levels, self.load = optimizer, tuple(levels), optimizer.load
         self.space: Space = optimizer.study.space
-        self.metric = compared(optimizer.slo)
+        self.metric = optimizer.slo.compared
         self.configs: dict[str, Config] = {}
         self.simulated: dict[str, list[Measurement | None]] = {}
         self.measured: dict[str, list[Measurement | None]] = {}
@@ -249,6 +249,7 @@ class _Comparison:
                     readings=tuple(self._reading(one) for one in measured),
                     holds=tuple(_holds(self.optimizer.slo, one, other) for one, other in pairs),
                     predicted=predicted,
+                    pressure=tuple(_pressure(self.optimizer.slo, one, other) for one, other in pairs),
                 )
             )
         return curves
@@ -257,20 +258,28 @@ class _Comparison:
         return measured.reading(self.metric.metric, self.metric.cls) if measured else Reading(math.nan)
 
 
-def compared(slo: Slo) -> Objective:
-    """What configs are compared by: the objective; where that is goodput, of which all have the same while
-    they keep up, the first latency that the SLO bounds."""
-    latencies = [bound for bound in slo.bounds if family_of(bound.metric) in LATENCIES]
-    if slo.objective.metric != "goodput" or not latencies:
-        return slo.objective
-    return Objective(latencies[0].metric, "minimize", latencies[0].cls)
-
-
 def _holds(slo: Slo, measured: Measurement | None, baseline: Measurement | None) -> bool:
     if measured is None:
         return False
-    bounds = slo.bounds if baseline is None else slo.resolve(baseline.value)
-    return all(violation <= 0 for violation in measured.violations(bounds).values())
+    return all(violation <= 0 for violation in measured.violations(_bounds(slo, baseline)).values())
+
+
+def _pressure(slo: Slo, measured: Measurement | None, baseline: Measurement | None) -> Reading:
+    """Value over limit of the bound that is nearest to being missed, or missed by most; NaN without one."""
+    found = [Reading(math.nan)]
+    for bound in _bounds(slo, baseline) if measured else ():
+        if bound.limit > 0:
+            one = measured.reading(bound.metric, bound.cls) if measured else found[0]
+            ends = [edge / bound.limit for edge in (one.value, one.low, one.high)]
+            if bound.op == ">=":
+                ends = [1 / end if end > 0 else math.nan for end in (ends[0], ends[2], ends[1])]
+            found.append(Reading(ends[0], one.n, ends[1], ends[2]))
+    return max(found, key=lambda one: -math.inf if math.isnan(one.value) else one.value)
+
+
+def _bounds(slo: Slo, baseline: Measurement | None) -> tuple[Bound, ...]:
+    """Relative ones as what the baseline has at the same load."""
+    return slo.bounds if baseline is None else slo.resolve(baseline.value)
 
 
 def _hours(load: ReplayLoad, found: Sequence[Regime]) -> Iterator[Hour]:

@@ -107,7 +107,7 @@ def history(results: Sequence[TrialResult], slo: Slo) -> go.Figure:
 
 def one_knob(curve: KnobCurve, slo: Slo) -> go.Figure:
     """The objective over one flag's values through the best config; other trials and a simulation beside."""
-    figure, factor = go.Figure(), scale_of(slo.objective.metric)
+    figure, factor = go.Figure(), scale_of(slo.compared.metric)
     figure.add_scatter(
         x=[point.place for point in curve.others],
         y=[factor * point.reading.value for point in curve.others],
@@ -138,7 +138,7 @@ def one_knob(curve: KnobCurve, slo: Slo) -> go.Figure:
             "color": [AFTER if point.feasible else COLOURS["infeasible"] for point in curve.through],
         },
     )
-    objective = slo.objective.name
+    objective = slo.compared.name
     figure = _dress(figure, f"{curve.axis}, through the best config", curve.axis, axis_title(objective))
     ticks = range(len(curve.values))
     return figure.update_xaxes(
@@ -150,8 +150,8 @@ def expectations(
     results: Sequence[TrialResult], predictions: Mapping[str, Mapping[str, float]], slo: Slo
 ) -> go.Figure | None:
     """What was expected of each trial against what was measured; None where nothing was expected."""
-    name, factor = slo.objective.name, scale_of(slo.objective.metric)
-    measured = [r for r in results if r.status == "measured" and math.isfinite(r.value(slo.objective))]
+    name, factor = slo.compared.name, scale_of(slo.compared.metric)
+    measured = [r for r in results if r.status == "measured" and math.isfinite(r.value(slo.compared))]
     sources = {
         "the simulation": {r.number: predictions.get(config_key(r.config), {}).get(name) for r in measured},
         "the search's model": {r.number: r.expected.get(name) for r in measured},
@@ -159,7 +159,7 @@ def expectations(
     figure, seen = go.Figure(), []
     for (source, values), colour in zip(sources.items(), ("#edae49", AFTER), strict=True):
         pairs = [(r, value) for r in measured if (value := values[r.number]) is not None]
-        readings = [r.reading(slo.objective) for r, _ in pairs]
+        readings = [r.reading(slo.compared) for r, _ in pairs]
         seen += [factor * value for _, value in pairs] + [factor * one.value for one in readings]
         figure.add_scatter(
             x=[factor * value for _, value in pairs],
@@ -199,7 +199,7 @@ def loads(advice: Advice) -> go.Figure:
             figure.add_vrect(low, high, fillcolor="#9aa5b1", opacity=0.2, line_width=0)
             figure.add_vline(edge.at, line_dash="dot", annotation_text=f"{edge.at:.3g} {advice.unit}")
     figure = _dress(figure, "By load", f"load, {advice.unit}", axis_title(advice.metric))
-    return figure.update_xaxes(type="log").update_layout(legend={"orientation": "h", "y": -0.3})
+    return figure.update_xaxes(type="log")
 
 
 def cost(items: Sequence[Item]) -> go.Figure:
@@ -300,5 +300,11 @@ def _group(result: TrialResult) -> str:
 
 def _dress(figure: go.Figure, title: str, x: str, y: str) -> go.Figure:
     return figure.update_layout(
-        title=title, xaxis_title=x, yaxis_title=y, template="plotly_white", height=380, margin=_MARGIN
+        title=title,
+        xaxis_title=x,
+        yaxis_title=y,
+        template="plotly_white",
+        height=400,
+        margin=_MARGIN,
+        legend={"orientation": "h", "y": -0.22},
     )

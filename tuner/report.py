@@ -133,7 +133,7 @@ class Facts:
         """Through the recommended config, the axes that mattered most first."""
         best = self.outcome.best.config if self.outcome.best else self.space.baseline
         told = [r for r in self.results if r.status != "duplicate"]
-        found = one_knob_curves(told, best, self.space, self.slo.objective, self.predictions)
+        found = one_knob_curves(told, best, self.space, self.slo.compared, self.predictions)
         return sorted(found, key=lambda curve: -self.importances.get(curve.axis, 0.0))
 
     @cached_property
@@ -270,7 +270,10 @@ def _render(template: str, facts: Facts, data: Mapping[str, Any], charts: Sequen
         undefined=jinja2.StrictUndefined,
     )
     shown = {"responsive": True, "displayModeBar": False}
-    plotted = [chart.to_html(full_html=False, include_plotlyjs=False, config=shown) for chart in charts]
+    plotted = [
+        chart.to_html(full_html=False, include_plotlyjs=False, config=shown, div_id=f"plot{place}")
+        for place, chart in enumerate(charts)
+    ]
     return environment_.get_template(template).render(
         facts=facts,
         data=data,

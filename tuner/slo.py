@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from loadgen.slo import PER_REQUEST, Bound, family_of, name_of, parse_bounds
+from loadgen.slo import LATENCIES, PER_REQUEST, Bound, family_of, name_of, parse_bounds
 from loadgen.stats import DEFINITIONS
 
 Measure = Callable[[str, str | None], float]
@@ -68,6 +68,15 @@ class Slo:
         """Every bound as a number. ``baseline`` measures the user's current config."""
         resolved = (bound.resolve(baseline) for bound in self.relative)
         return self.bounds + tuple(bound for bound in resolved if not math.isnan(bound.limit))
+
+    @property
+    def compared(self) -> Objective:
+        """The figure that tells configs apart: the objective; where that is goodput, of which all have the
+        same while they keep up, the first latency that is bounded."""
+        latencies = [bound for bound in self.bounds if family_of(bound.metric) in LATENCIES]
+        if self.objective.metric != "goodput" or not latencies:
+            return self.objective
+        return Objective(latencies[0].metric, "minimize", latencies[0].cls)
 
     @property
     def per_request(self) -> tuple[tuple[str, str | None, float], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -133,6 +134,11 @@ def test_the_slo_comes_before_the_objective() -> None:
     assert [regime.best for regime in found] == [0, 1]
     assert found[0].crossing is not None
     assert (found[0].crossing.low, found[0].crossing.high) == (4.0, 16.0), "somewhere between the levels"
+    pressed = replace(fast, pressure=about(1.1, 0.25, 0.5, 2.0))
+    edge = regimes(LOADS, [pressed, safe])[0].crossing
+    assert edge is not None
+    assert edge.at == pytest.approx(8.0), "where the bound is reached: 2x from 4 to 8, 2x from 8 to 16"
+    assert edge.low < 8 < edge.high
     never = [curve(c.readings, (False,) * 3, **dict(c.flags)) for c in (fast, safe)]
     assert [regime.best for regime in regimes(LOADS, never)] == [0]
 

@@ -13,6 +13,7 @@ from typing import Any
 import optuna
 import pytest
 from analytic_target import AnalyticServer, AnalyticTarget
+from in_a_browser import check_page, needs_a_browser
 from llama_8b import CONFIG
 from typer.testing import CliRunner
 
@@ -23,7 +24,7 @@ from tuner.facts import report_facts
 from tuner.interrupts import Interrupts
 from tuner.job import Job
 from tuner.load import span
-from tuner.loads import compare_loads, compared
+from tuner.loads import compare_loads
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
 from tuner.report import write_report
@@ -114,6 +115,16 @@ def test_the_report_shows_the_crossing_and_the_terminal_says_it(done: tuple[Opti
         assert advice.sentence in texts[suffix]
 
 
+@needs_a_browser
+def test_a_browser_draws_the_whole_report(done: tuple[Optimizer, Any], tmp_path: Path) -> None:
+    optimizer, outcome = done
+    advice = compare_loads(optimizer, outcome)
+    facts = report_facts("s", optimizer, outcome, optimizer.bench.target, advice)
+    write_report(replace(facts, out=tmp_path))
+    shown = check_page(tmp_path / "report.html", at_least=6)
+    assert "By load" in shown
+
+
 def test_simulation_chooses_what_is_measured(done: tuple[Optimizer, Any], tmp_path: Path) -> None:
     """The prior knows the crossing, so that only what it advises somewhere and the baseline are measured."""
     optimizer, outcome = done
@@ -190,12 +201,6 @@ def test_the_plan_keeps_time_for_the_loads(tmp_path: Path) -> None:
     without = replace(optimizer.plan, loads_seconds=0.0)
     kept = without.search_seconds - optimizer.plan.search_seconds
     assert kept == pytest.approx(optimizer.plan.loads_seconds)
-
-
-def test_goodput_is_compared_by_the_latency_that_is_bounded() -> None:
-    assert compared(parse_slo("ttft_p95{class=short}<300ms,itl_p99<50ms")).name == "ttft_p95{class=short}"
-    assert compared(parse_slo("itl")).name == "itl_p99"
-    assert compared(parse_slo("throughput")).name == "throughput"
 
 
 # Through the command.

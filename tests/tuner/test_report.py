@@ -76,8 +76,7 @@ class Links(HTMLParser):
 
 def test_html_loads_nothing(texts):
     page = Links(texts[".html"])
-    assert page.found == []
-    assert "link" not in page.tags
+    assert page.found == ["data:,"], "an icon of no bytes, so that no browser asks for one"
     styles = re.findall(r"<style>.*?</style>", texts[".html"], re.DOTALL)
     assert not any("url(" in style or "@import" in style for style in styles)
 

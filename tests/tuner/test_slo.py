@@ -147,3 +147,10 @@ def test_a_missing_value_is_never_better():
 )
 def test_format_value(metric, value, text):
     assert format_value(metric, value) == text
+
+
+def test_goodput_is_compared_by_the_latency_that_is_bounded():
+    assert parse_slo("ttft_p95{class=short}<300ms,itl_p99<50ms").compared.name == "ttft_p95{class=short}"
+    assert parse_slo("throughput>10").compared.name == "goodput"
+    assert parse_slo("itl").compared.name == "itl_p99"
+    assert parse_slo("throughput").compared.name == "throughput"
