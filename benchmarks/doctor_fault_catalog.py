@@ -131,7 +131,7 @@ FAULTS = (
             ),
             setup(
                 _arriving(10, 200, 200),
-                _long(30000, 10),
+                _long(30000, 3),
                 engine={"max_num_batched_tokens": 32768},
                 slo="itl_p99<100ms,ttft_p95<2s",
             ),
@@ -144,7 +144,7 @@ FAULTS = (
         {"max_num_batched_tokens": "up"},
         setup(_chat(1, 3000, 24), engine={"max_num_batched_tokens": 16, "max_num_seqs": 8}),
         (
-            setup(_chat(2, 8000, 100), engine={"max_num_batched_tokens": 64, "max_num_seqs": 32}),
+            setup(_chat(2, 16000, 100), engine={"max_num_batched_tokens": 48, "max_num_seqs": 32}),
             setup(
                 _arriving(0.5, 4000, 50),
                 engine={"max_num_batched_tokens": 32, "max_num_seqs": 32},
@@ -281,9 +281,9 @@ FAULTS = (
         {"max_num_seqs": "down"},
         setup(_chat(48, 64, 192), slo="itl_p99<50ms"),
         (
-            setup(_chat(512, 200, 300), slo="itl_p99<20ms"),
-            setup(_chat(256, 2000, 200), slo="itl_p99<20ms"),
-            setup(_chat(800, 100, 200), slo="itl_p99<20ms"),
+            setup(_chat(256, 200, 600), slo="itl_p99<12ms"),
+            setup(_chat(128, 2000, 600), slo="itl_p99<14ms"),
+            setup(_chat(384, 100, 800), slo="itl_p99<12ms"),
         ),
         also=frozenset({"overload"}),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -200,6 +201,64 @@ def of_log(template: str) -> dict[str, float]:
     return values
 
 
+TROUBLED = (
+    "(APIServer pid=9) INFO 11-29 14:05:{s:02d} [loggers.py:335] Engine 000: Avg prompt throughput: 20.0 "
+    "tokens/s, Avg generation throughput: 10.0 tokens/s, Running: 3 reqs, Waiting: 5 reqs, Deferred: 2 reqs, "
+    "KV fetch: 1 waiting to start, 1 in progress, 0 completed waiting, Preemptions: 7, "
+    "GPU KV cache usage: 97.5%, Prefix cache hit rate: 40.0%, External prefix cache hit rate: 80.0%, "
+    "MM cache hit rate: 90.0%\n"
+)
+"""As vLLM 0.32 writes it when much goes on."""
+
+
+def test_what_a_line_of_a_troubled_server_adds_is_read() -> None:
+    values = of_log(TROUBLED)
+    assert (values["running_mean"], values["waiting_mean"], values["kv_mean"]) == (3, 5, 0.975)
+    assert values["preemptions"] == pytest.approx(35, rel=0.01)
+    assert values["prefix_hit_rate"] == pytest.approx(0.4)
+
+
+def test_a_log_that_never_says_how_often_it_preempted_does_not_say_never() -> None:
+    assert "preemptions" not in of_log(V1)
+    never = TROUBLED.replace("Preemptions: 7, ", "")
+    once = never.format(s=1) + TROUBLED.format(s=11) + never.format(s=21) + never.format(s=31)
+    evaluator = Scrapes(parse_log(once).scrapes, "log").observe(None, DEFAULTS).evaluator
+    (reading,) = evaluator.read(SIGNALS["preemptions"]).values()
+    assert isinstance(reading, Number)
+    assert reading.point == pytest.approx(7, rel=0.05)
+
+
+def test_a_log_goes_on_over_new_year() -> None:
+    days = ("12-31 23:59:41", "12-31 23:59:51", "01-01 00:00:01", "01-01 00:00:11")
+    log = "".join(V1.format(s=1).replace("11-29 14:05:01", day) for day in days)
+    times = [unix_ms for unix_ms, _ in parse_log(log).scrapes]
+    assert [later - first for first, later in itertools.pairwise(times)] == [10_000] * 3
+
+
+@pytest.mark.parametrize(
+    ("line", "tokens", "length"),
+    [
+        (
+            "GPU KV cache size: 93,184 tokens, Maximum concurrency for 4,096 tokens per request: 22.75x",
+            93184,
+            4096,
+        ),
+        ("GPU KV cache size: 93,184 tokens", 93184, None),
+        ("# GPU blocks: 7451, # CPU blocks: 2048", 7451 * 16, None),
+        ("# cuda blocks: 27896, # CPU blocks: 4681", 27896 * 16, None),
+        ("Maximum concurrency for 131072 tokens per request: 29.10x", None, 131072),
+    ],
+)
+def test_the_pool_of_every_version_is_read(line: str, tokens: int | None, length: int | None) -> None:
+    facts = parse_log(f"INFO 11-29 12:07:40 [kv_cache_utils.py:2327] {line}\n")
+    assert (facts.kv_cache_tokens, facts.flags.get("max_model_len")) == (tokens, length)
+
+
+def test_older_warnings_of_preemption_are_counted() -> None:
+    older = V0.replace("total_num_cumulative_preemption=", "total_cumulative_preemption_cnt=")
+    assert of_log(older)["preemptions"] == pytest.approx(40, rel=0.01)
+
+
 def test_the_lines_of_a_new_log_are_signals() -> None:
     values = of_log(V1)
     assert (values["running_mean"], values["waiting_mean"], values["kv_mean"]) == (3, 5, 0.125)
@@ -214,6 +273,7 @@ def test_the_lines_of_an_old_log_are_signals() -> None:
     # From second 11 on: the first scrape, before any line on drafts, lacks their counters and is left out.
     assert values["preemptions"] == pytest.approx(40, rel=0.01)
     assert values["acceptance"] == pytest.approx(0.1)
+    assert values["prefix_hit_rate"] == pytest.approx(0.4)
 
 
 RESULT: dict[str, Any] = {

@@ -107,9 +107,18 @@ def test_a_quantile_beyond_the_last_bucket_is_called_a_bound() -> None:
     assert evidence["itl_p99"].note is None
 
 
+SEEN_IN_A_LOG = {"kv-starved", "overload", "seq-cap", "spec-ngram-bad"}
+
+
+@pytest.mark.parametrize("name", TRUTH)
+def test_a_log_alone_tells_what_it_can_and_nothing_wrong(name: str) -> None:
+    found = diagnose(LogSource(log_path(name)), log=read_log(log_path(name)))
+    assert [f.id for f in found.findings[:1]] == ([TRUTH[name]] if name in SEEN_IN_A_LOG else [])
+    assert not found.healthy
+
+
 def test_a_log_alone_tells_the_load_and_admits_the_rest() -> None:
     found = diagnose(LogSource(log_path("seq-cap")), log=read_log(log_path("seq-cap")))
-    assert not found.healthy
     missing = {missing.name for item in found.cannot_tell for missing in item.missing}
     assert {"itl_p50", "ttft_p50"} <= missing
 
