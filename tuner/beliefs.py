@@ -86,13 +86,18 @@ class Figure:
 class Beliefs:
     """The processes behind a history, each fitted when it is first asked for."""
 
-    def __init__(self, history: History, prior: Prior | None = None) -> None:
+    def __init__(self, history: History, prior: Prior | None = None, earlier: Beliefs | None = None) -> None:
+        """``earlier``: those of the same prior, whose surfaces are kept if nothing was simulated since."""
         self.history, self.prior = history, prior
         self.objective = Figure.of(history.objective)
-        self.bounds = tuple(Figure.of(bound) for bound in (*history.bounds, *history.relative))
+        self.bounds = (*map(Figure.of, history.bounds), *map(Figure.of, history.relative))
         self._told = [r for r in history.launched if r.measurement is not None]
         self._processes: dict[Figure, GaussianProcess | None] = {}
-        self._surfaces: dict[Figure, tuple[GaussianProcess, float] | None] = {}
+        self._simulated = len(prior.known) if prior else 0
+        kept = earlier is not None and earlier._simulated == self._simulated
+        self._surfaces: dict[Figure, tuple[GaussianProcess, float] | None] = (
+            earlier._surfaces if earlier and kept else {}
+        )
 
     def expected(self, x: Array, figure: Figure | None = None) -> tuple[Array, Array]:
         """(means, standard deviations) of a figure's scaled value, by default the objective's."""
@@ -108,7 +113,7 @@ class Beliefs:
         """Logarithm of the chance that a server that comes up holds every bound, with SLACK to spare."""
         total = np.zeros(len(x))
         for figure in self.bounds:
-            if self._process(figure) is None:  # no trial has the figure, and none can be held to it
+            if self._process(figure) is None:  # no trial has the figure, or no trial missed it
                 continue
             mean, deviation = self.expected(x, figure)
             total += log_ndtr((-SLACK - mean) / deviation)
@@ -151,12 +156,12 @@ class Beliefs:
         return self._processes[figure]
 
     def _fitted(self, figure: Figure) -> GaussianProcess | None:
-        """None where no trial has the figure."""
+        """None where no trial has the figure, or none of them tells anything."""
         rows = [(r, y, v) for r in self._told for y, v in [self._reading(r, figure)] if math.isfinite(y)]
-        if not rows:
+        y = np.array([value for _, value, _ in rows])
+        if not rows or (figure.counted and y.max() < 0):  # nothing to learn: every trial held it
             return None
         x = encode(self.history.space, [r.config for r, _, _ in rows])
-        y = np.array([value for _, value, _ in rows])
         if figure in self.bounds and not figure.relative:
             y = np.minimum(y, FAR)
         return fit(self._points(figure, x), y, np.array([variance for _, _, variance in rows]))

@@ -9,6 +9,7 @@ Hyperparameters are the most probable ones under broad log-normal priors, found 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ AMPLITUDE = (math.log(1.0), 0.7)
 NOISE = (math.log(0.03), 0.5)
 """The same of the noise, in units of y: repeats of a figure differ by some per cent."""
 JITTER = 1e-8
+SEARCH: Mapping[str, float] = {"maxiter": 20, "ftol": 1e-4}
+"""Hyperparameters need not be exact: their own uncertainty is larger."""
 _SQRT5 = math.sqrt(5.0)
 
 
@@ -107,7 +110,7 @@ def fit(points: Points, y: Array, variances: Array | None = None) -> GaussianPro
     width = np.array([*[LENGTH[1]] * dimensions, AMPLITUDE[1], NOISE[1]])
     best = minimize(
         _loss, centre, args=(squares, target, fixed, centre, width), jac=True, method="L-BFGS-B",
-        bounds=[(c - 3 * w, c + 3 * w) for c, w in zip(centre, width, strict=True)], options={"maxiter": 40},
+        bounds=[(c - 3 * w, c + 3 * w) for c, w in zip(centre, width, strict=True)], options=SEARCH,
     )  # fmt: skip
     lengths, amplitude, noise = np.exp(best.x[:-2]), math.exp(best.x[-2]), math.exp(best.x[-1])
     kernel = amplitude**2 * _matern(points.x, points.x, lengths) + fixed + noise**2 * np.eye(len(y))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -387,7 +388,7 @@ class Optimizer:
     def _search(self) -> str:
         """Trials until there is a reason to stop, which is returned."""
         with self.crew.turn(self.study):
-            for flags, why in self._starting_points():
+            for flags, why in itertools.islice(self._starting_points(), self.study.strategy.starts):
                 self.study.enqueue(flags, why)
         while True:
             with self.crew.turn(self.study):

@@ -74,6 +74,11 @@ class Strategy(ABC):
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
 
+    @property
+    def starts(self) -> int:
+        """How many of the published starting points it wants tried before it decides anything itself."""
+        return 4
+
     @abstractmethod
     def propose(self, history: History) -> Suggestion | None:
         """What to try next; None: nothing is left that is worth a trial.

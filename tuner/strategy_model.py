@@ -1,4 +1,4 @@
-"""The strategy of the search itself: what trials teach (``beliefs.py``), where servers crash (``crashes.py``).
+"""The search's own strategy: what trials teach (``beliefs.py``), and where servers crash (``crashes.py``).
 
 What is proposed is the config with the highest expected improvement over the best one, times the chance that
 it holds every bound (Gardner et al. 2014, "Bayesian optimization with inequality constraints"); while nothing
@@ -29,7 +29,7 @@ POOL = 4096
 """Configs that are weighed: a whole space of so many, else a random part and the best one's neighbours."""
 SIMPLER = 0.02
 """By how much (in logarithm) a change must raise the expected improvement to be worth it."""
-SURE = 0.6
+SURE = 0.8
 """Chance of holding every bound from which on the objective decides what is best."""
 TIE = 0.02
 """Expected objectives closer than this (in logarithm) are a tie, which the simpler config wins."""
@@ -43,7 +43,16 @@ class ModelStrategy(Strategy):
     def __init__(self, seed: int = 0, prior: Prior | None = None) -> None:
         super().__init__(seed)
         self.prior = prior
+        # What is kept between two calls only saves time: it follows from the history.
+        self._allowed: dict[str, Config] | None = None
+        self._rows: dict[str, Array] = {}
         self._held: tuple[tuple[int, ...], Beliefs] | None = None
+        self._ranked: tuple[Beliefs, list[TrialResult]] | None = None
+
+    @property
+    def starts(self) -> int:
+        """One, so that the models have something to begin with; a prior says more."""
+        return 0 if self.prior else 1
 
     def propose(self, history: History) -> Suggestion | None:
         pool = self._pool(history)
@@ -51,7 +60,7 @@ class ModelStrategy(Strategy):
             return None
         if self.prior:
             self._ask_first(history, pool)
-        x = encode(history.space, pool)
+        x = self._encoded(history.space, pool)
         scores = self._scores(history, pool, x)
         for _ in range(ROUNDS if self.prior else 0):
             assert self.prior is not None
@@ -70,10 +79,16 @@ class ModelStrategy(Strategy):
 
     def rank(self, history: History) -> list[TrialResult]:
         """By what the models expect of each: those that are likely to hold every bound first."""
+        beliefs = self.beliefs(history)
+        if self._ranked is None or self._ranked[0] is not beliefs:
+            self._ranked = beliefs, self._rank(history, beliefs)
+        return list(self._ranked[1])
+
+    def _rank(self, history: History, beliefs: Beliefs) -> list[TrialResult]:
         measured = [r for r in history.results if r.feasible and math.isfinite(r.value(history.objective))]
         if not measured:
             return []
-        x, beliefs = encode(history.space, [r.config for r in measured]), self.beliefs(history)
+        x = self._encoded(history.space, [r.config for r in measured])
         chances, costs = np.exp(beliefs.log_feasible(x)), beliefs.expected(x)[0]
         chances[[not history.space.changes(r.config) for r in measured]] = 1.0  # the baseline holds its own
         rows = list(zip(measured, chances, costs, strict=True))
@@ -88,7 +103,7 @@ class ModelStrategy(Strategy):
         known = len(self.prior.known) if self.prior else 0
         key = (known, len(history.bounds), len(history.relative), *(r.number for r in history.results))
         if self._held is None or self._held[0] != key:
-            self._held = key, Beliefs(history, self.prior)
+            self._held = key, Beliefs(history, self.prior, self._held[1] if self._held else None)
         return self._held[1]
 
     def _scores(self, history: History, pool: Sequence[Config], x: Array) -> Array:
@@ -110,12 +125,24 @@ class ModelStrategy(Strategy):
     def _pool(self, history: History) -> list[Config]:
         """Configs that may be launched, each once."""
         space = history.space
-        drawn: list[Config] = list(space.draw(self.rng(history), POOL))
-        if space.size > POOL and history.best is not None:
-            drawn += neighbours(space, history.best.config)
+        if self._allowed is None or space.size > POOL:
+            drawn: list[Config] = list(space.draw(self.rng(history), POOL))
+            if space.size > POOL and history.best is not None:
+                drawn += neighbours(space, history.best.config)
+            self._allowed = {config_key(c): c for c in drawn if not space.refusals(c)}
         crashes = Crashes.learnt(space, history.results)
-        fresh = {key: c for c in drawn if (key := config_key(c)) not in history.taken}
-        return [c for c in fresh.values() if not space.refusals(c) and not crashes.forbids(c)]
+        fresh = (c for key, c in self._allowed.items() if key not in history.taken)
+        return [config for config in fresh if not crashes.forbids(config)]
+
+    def _encoded(self, space: Space, pool: Sequence[Config]) -> Array:
+        """As ``encode``, each config but once: most are in the next pool again."""
+        keys = [config_key(config) for config in pool]
+        fresh = {key: config for key, config in zip(keys, pool, strict=True) if key not in self._rows}
+        if fresh:
+            self._rows = {} if len(self._rows) > 10 * POOL else self._rows
+            fresh = {key: config for key, config in zip(keys, pool, strict=True) if key not in self._rows}
+            self._rows |= dict(zip(fresh, encode(space, list(fresh.values())), strict=True))
+        return np.array([self._rows[key] for key in keys])
 
     def _ask_first(self, history: History, pool: Sequence[Config]) -> None:
         assert self.prior is not None

@@ -76,6 +76,7 @@ class Study:
         self.bounds: tuple[Bound, ...] = ()
         self.relative: tuple[RelativeBound, ...] = ()
         """The SLO's, for strategies that model them; whoever knows it sets both."""
+        self._read: dict[int, TrialResult] = {}
         told = len(study.get_trials(deepcopy=False))
         study.sampler = self.strategy.sampler(seed + told)
         self._rng = random.Random(seed + told)
@@ -88,8 +89,10 @@ class Study:
     @property
     def results(self) -> list[TrialResult]:
         """Every finished trial's result, by number."""
-        trials = self._study.get_trials(deepcopy=False)
-        return [TrialResult.from_json(t.user_attrs["result"]) for t in trials if "result" in t.user_attrs]
+        for trial in self._study.get_trials(deepcopy=False):
+            if trial.number not in self._read and "result" in trial.user_attrs:
+                self._read[trial.number] = TrialResult.from_json(trial.user_attrs["result"])
+        return [self._read[number] for number in sorted(self._read)]
 
     @property
     def running(self) -> list[FrozenTrial]:
