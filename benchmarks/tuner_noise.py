@@ -1,11 +1,11 @@
 """Real measurements behind the tuner's benchmark: the noise of repeats, and one small exhaustive table.
 
-    .venv/bin/python -m benchmarks.tuner_noise repeats [--repeats 16] [--seconds 8]
+    .venv/bin/python -m benchmarks.tuner_noise repeats [--repeats 10] [--seconds 8]
     .venv/bin/python -m benchmarks.tuner_noise table [--seconds 8]
 
 Both need an idle machine and write a file to ``benchmarks/baselines``. Each run is a trial's: the two rungs
 of ``tuner.load.Load``, judged by ``tuner.measure``, with the intervals that the search sees. ``repeats``
-measures three settings of the bundled engine in turn, every time with new prompts and new arrivals;
+measures two settings of the bundled engine in turn, every time with new prompts and new arrivals;
 :class:`Noise` draws from how far the figures of a repeat are from the medians of its setting. ``table``
 measures every config of a small space once, a server started for each.
 """
@@ -58,7 +58,6 @@ class Setting:
 
 
 SETTINGS = {
-    "open loop": Setting("mixed", {}, rate=2.5),
     "open loop, small budget": Setting("mixed", {"max_num_batched_tokens": 256}, rate=2.5),
     "closed loop": Setting("random", {"max_num_seqs": 16}, concurrency=8),
 }
@@ -67,8 +66,7 @@ TABLE_AXES: Mapping[str, tuple[int, ...]] = {
     "max_num_seqs": (4, 8, 16, 64),
     "long_prefill_token_threshold": (0, 128),
 }
-TABLE_BASELINE: Mapping[str, Any] = {"max_num_batched_tokens": 2048, "max_num_seqs": 64}
-TABLE_SETTING = Setting("mixed", TABLE_BASELINE, rate=2.5)
+TABLE_SETTING = Setting("mixed", {}, rate=2.5)
 
 
 @dataclass(frozen=True)
@@ -243,15 +241,14 @@ def main(words: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("repeats", "table"))
-    parser.add_argument("--repeats", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=None, help="length of a run")
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args(words)
     if given.what == "repeats":
         measure_repeats(given.repeats, given.seconds or 8.0, given.out or REPEATS)
     else:
-        measure_repeats(10, 8.0, REPEATS)
-        measure_table(8.0, given.out or TABLE)
+        measure_table(given.seconds or 8.0, given.out or TABLE)
 
 
 if __name__ == "__main__":

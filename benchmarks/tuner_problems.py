@@ -21,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tuner_noise import SCALE, TABLE, TABLE_AXES, TABLE_BASELINE, TABLE_SETTING
+from benchmarks.tuner_noise import SCALE, TABLE, TABLE_AXES, TABLE_SETTING
 from engine.config import GIB
 from engine.devices import DEVICES
 from engine.step import StepOutput, StepPlan
@@ -235,8 +235,8 @@ PROBLEMS = (
 )  # fmt: skip
 MEASURED = Problem(
     "mixed itl measured on the bundled engine", "bundled", "bundled", "mixed", "itl", TABLE_AXES,
-    rate=TABLE_SETTING.rate, scale=SCALE, defaults=TABLE_BASELINE,
-    start_seconds=4.0, run_seconds=8.0, budget=360.0,
+    rate=TABLE_SETTING.rate, scale=SCALE, defaults={TOKENS: 256, SEQS: 64},
+    start_seconds=4.7, run_seconds=8.0, budget=500.0,
 )  # fmt: skip
 """Its table was measured, a run a config (``tuner_noise.py``); its priors are the simulator's."""
 
@@ -498,11 +498,12 @@ def read_table(problem: Problem, text: str) -> Table:
 
 
 def read_measured(problem: Problem, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Of the file that ``tuner_noise`` writes."""
+    """Of the file that ``tuner_noise`` writes. Over its 20 requests the trend of a backlog says nothing: none is
+    taken to be left."""
     entries = {}
     for row in rows:
         figures = {name: reading[0] for name, reading in row["whole"].items() if reading[0] is not None}
-        entries[problem.key({**problem.baseline, **row["config"]})] = Entry(figures)
+        entries[problem.key({**problem.baseline, **row["config"]})] = Entry({**figures, "backlog": 0.0})
     return Table(problem, entries)
 
 
