@@ -230,7 +230,7 @@ PROBLEMS = (
     ),
     Problem(
         "mixed itl small model on a CPU", CPU, "bundled", "mixed", "itl", CPU_AXES, rate=1.6,
-        scale=0.1, defaults={TOKENS: 2048, SEQS: 128}, start_seconds=4.0, run_seconds=20.0, budget=1200.0,
+        scale=0.1, defaults={TOKENS: 128, SEQS: 32}, start_seconds=4.0, run_seconds=20.0, budget=1200.0,
     ),
 )  # fmt: skip
 MEASURED = Problem(
@@ -498,7 +498,7 @@ def read_table(problem: Problem, text: str) -> Table:
 
 
 def read_measured(problem: Problem, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Of the file that ``tuner_noise`` writes. Over its 20 requests the trend of a backlog says nothing: none is
+    """Of the file that ``tuner_noise`` writes. Over 20 requests the trend of a backlog says nothing: none is
     taken to be left."""
     entries = {}
     for row in rows:
