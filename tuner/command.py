@@ -47,7 +47,7 @@ from tuner.workers_local import WorkersError, local_workers, shares
 RUNS = Path("vtune-runs")
 OURS = ("port", "host", "uds", "enable_metrics")
 """Flags of a server that the tuner sets itself."""
-INTERRUPTED = 130
+CANNOT_WRITE, INTERRUPTED = 2, 130
 
 
 class UsageError(Exception):
@@ -154,9 +154,9 @@ def _run(options: Options, console: Console) -> int:
                 observer.note(f"what was measured is kept; go on with: {_resume_command(name, options)}")
                 raise
     verdict.show(console, options.as_json)
-    if verdict.exit_code == INTERRUPTED:
+    if verdict.exit_code == INTERRUPTED or verdict.problem:
         console.print(f"go on with: {_resume_command(name, options)}", markup=False, soft_wrap=True)
-    return verdict.exit_code
+    return CANNOT_WRITE if verdict.problem else verdict.exit_code
 
 
 def _run_workers(options: Options, count: int, name: str, job: Job, console: Console) -> int:

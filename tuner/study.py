@@ -253,7 +253,15 @@ class Study:
             reason = "the tuner's process, or that of its load, died twice while this config was tried"
             self.tell(
                 proposal,
-                TrialResult(trial.number, config, origin, "failed", reason, violations={SERVES: 1.0}),
+                TrialResult(
+                    trial.number,
+                    config,
+                    origin,
+                    "failed",
+                    reason,
+                    violations={SERVES: 1.0},
+                    seconds={"start": 0.0, "total": 0.0},
+                ),
             )
             return None
         refusals = self.space.refusals(config) if origin != BASELINE else []

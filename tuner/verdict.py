@@ -36,11 +36,15 @@ class Verdict:
     launched: int
     """Trials that the study had then: with more, another verdict is due."""
     host: str = ""
+    problem: str = ""
+    """Why there is no report."""
 
     def show(self, console: Console, as_json: bool) -> None:
         """On stdout; where the report lies on ``console``."""
         sys.stdout.write((self.report.rstrip() if as_json else "\n".join(self.lines)) + "\n")
         sys.stdout.flush()
+        if self.problem:
+            console.print(f"error: {self.problem}", markup=False, highlight=False, soft_wrap=True)
         where = f" on {self.host}" if self.host not in ("", platform.node()) else ""
         for file in self.files:
             console.print(f"report{where}: {file}", markup=False, highlight=False, soft_wrap=True)
@@ -73,7 +77,7 @@ def come_to_verdict(name: str, optimizer: Optimizer, target: Target) -> Verdict:
             verdict = conclude(name, optimizer, target, outcome, compare_loads(optimizer, outcome))
             if (other := known()) is not None:  # of a worker that took this one for dead meanwhile
                 return other
-            replace(verdict, host=platform.node()).save(record)
+            replace(verdict, host=platform.node(), problem="").save(record)
             return verdict
     found = known()
     assert found is not None, "one of the workers came to a verdict"
@@ -92,13 +96,18 @@ def conclude(
     facts = report_facts(name, optimizer, outcome, target, advice)
     if facts.recommendation is not None:
         optimizer.record.set_user_attr(KEY, facts.recommendation.to_json())
-    paths = write_report(facts)
+    paths, problem = [], ""
+    try:
+        paths = write_report(facts)
+    except OSError as error:  # such as a full disk: what was found is said all the same
+        problem = f"the report cannot be written: {error}. All that was measured is kept in the study."
     return Verdict(
         exit_code=facts.exit_code,
         lines=facts.lines,
         report=_report_text(paths, outcome),
         files=tuple(map(str, paths)),
         launched=optimizer.launched(),
+        problem=problem,
     )
 
 

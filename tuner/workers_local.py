@@ -59,7 +59,7 @@ class LocalWorker:
     def start(self) -> None:
         self.process = ServerProcess(self.command, log_path=self.log, env=self.environment, grace=GRACE)
 
-    def poll(self, show: Callable[[str], None]) -> None:
+    def poll(self, show: Callable[[str], None], restarts: int = MAX_RESTARTS) -> None:
         """Show what it has said since, and see to its end."""
         if self.process is None or self.status is not None:
             return
@@ -69,7 +69,7 @@ class LocalWorker:
         if status is None:
             return
         self.process.stop()  # closes what leads to it
-        if status > _KILLED and status != _KILLED + 2 and self.restarts < MAX_RESTARTS:
+        if status > _KILLED and status != _KILLED + 2 and self.restarts < restarts:
             self.restarts += 1
             show(f"{self.name}: ended by signal {status - _KILLED}; starting it again")
             self.start()
@@ -128,7 +128,7 @@ class LocalWorkers:
             except KeyboardInterrupt as error:
                 interrupted = error
         for worker in self.workers:
-            worker.poll(self.show)
+            worker.poll(self.show, restarts=0)
         if interrupted is not None:
             raise interrupted
 
