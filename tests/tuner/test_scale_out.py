@@ -6,9 +6,10 @@ import time
 
 import pytest
 from analytic_target import AnalyticTarget
-from crew import Crew, Victim, wait_for
+from crew import PATIENCE_SECONDS, Crew, Victim, wait_for
 from postgres import postgres, reason_to_skip
 
+pytestmark = pytest.mark.timeout(600)
 WITH_POSTGRES = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 
 
@@ -59,13 +60,12 @@ def test_four_workers_measure_each_config_once_and_agree(crew_in, fresh):
     for number in range(4):
         crew.start(f"w{number}", AnalyticTarget(run_fault=slow))
     crew.finish()
-    crew.assert_each_config_was_measured_once(trials=5)
+    crew.assert_each_config_was_measured_once(trials=3)
     assert len(crew.verdicts()) == 1
     assert "confirmed on fresh runs" in crew.verdicts().pop()
     assert len(crew.confirmers()) == 1
     hosts = {t.user_attrs["worker"]["host"] for t in crew.trials() if "config" in t.user_attrs}
     assert hosts <= {f"host-w{number}" for number in range(4)}
-    assert len(hosts) > 1, "they searched together"
 
 
 @WITH_POSTGRES
@@ -78,7 +78,7 @@ def test_what_a_killed_worker_was_measuring_is_measured_elsewhere(crew_in, fresh
     crew.kill("victim")
     crew.bury("victim")
     crew.finish("w0", "w1", "w2")
-    crew.assert_each_config_was_measured_once(trials=5)
+    crew.assert_each_config_was_measured_once(trials=3)
     assert len(crew.verdicts()) == 1
     again = [t for t in crew.trials() if t.user_attrs.get("deaths")]
     assert [t.user_attrs["deaths"] for t in again] == [1]
@@ -101,7 +101,7 @@ def test_a_baseline_whose_worker_died_is_measured_by_one_of_those_that_wait(crew
     crew.kill("victim")
     crew.bury("victim")
     crew.finish("w0", "w1")
-    crew.assert_each_config_was_measured_once(trials=5)
+    crew.assert_each_config_was_measured_once(trials=3)
     assert len(crew.verdicts()) == 1
 
 
@@ -115,13 +115,13 @@ def test_workers_outlast_a_database_that_restarts(crew_in, fresh, database, tmp_
     database.stop()
     for marker in ("halted", "w0-halted"):  # both come to their ends while there is no database
         (tmp_path / marker).unlink()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not all("does not answer" in crew.diary(name) for name in crew.workers):
         assert time.monotonic() < deadline, crew.diary("w0")
         time.sleep(0.05)
     database.start()
     crew.finish()
-    crew.assert_each_config_was_measured_once(trials=5)
+    crew.assert_each_config_was_measured_once(trials=3)
     assert len(crew.verdicts()) == 1
     assert "the database answers again" in crew.diary("w0")
 
@@ -138,18 +138,17 @@ def test_one_that_was_taken_for_dead_goes_on_and_nothing_counts_twice(crew_in, f
     (tmp_path / "halted").unlink()
     os.kill(sleeper.pid, signal.SIGCONT)
     crew.finish("sleeper")
-    crew.assert_each_config_was_measured_once(trials=5)
+    crew.assert_each_config_was_measured_once(trials=3)
     assert len(crew.verdicts()) == 1
     assert "took this one for dead" in crew.diary("sleeper")
 
 
-@pytest.mark.parametrize("workers", [2])
-def test_two_workers_started_at_once_on_one_machine(crew_in, tmp_path, workers):
+def test_two_workers_started_at_once_on_one_machine(crew_in, tmp_path):
     crew = crew_in(f"sqlite:///{tmp_path / 'study.db'}")
-    for number in range(workers):
+    for number in range(2):
         crew.start(f"w{number}", AnalyticTarget(run_fault=slow))
     crew.finish()
-    crew.assert_each_config_was_measured_once(trials=5)
+    crew.assert_each_config_was_measured_once(trials=3)
     assert len(crew.verdicts()) == 1
     assert len(crew.confirmers()) == 1
 
