@@ -211,8 +211,8 @@ FAULTS = (
         "speculation-preempts",
         {"speculative_config": "down"},
         setup(
-            _chat(16, 64, 256),
-            engine={"speculative_config": _NGRAM, "num_gpu_blocks_override": 200, "max_model_len": 2048},
+            _chat(16, 64, 64),
+            engine={"speculative_config": _NGRAM, "num_gpu_blocks_override": 132, "max_model_len": 2048},
         ),
         tuple(
             setup(
@@ -225,9 +225,9 @@ FAULTS = (
                 acceptance=0.8,
             )
             for load, blocks in (
-                (_chat(64, 300, 500), 1500),
-                (_chat(128, 100, 400), 1500),
-                (_chat(48, 500, 500), 1200),
+                (_chat(128, 40, 24), 4 * 128 + 5),  # whole blocks: it is the drafts' slots that need more
+                (_chat(64, 100, 60), 10 * 64 + 5),
+                (_chat(192, 24, 24), 3 * 192 + 5),
             )
         ),
         also=frozenset({"kv-pressure"}),

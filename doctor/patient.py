@@ -133,7 +133,7 @@ def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[st
 
 def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
     """Read off the metrics what no metric says outright."""
-    flags = _infer_budget(_infer_speculation(flags, readings), readings)
+    flags = _at_least_what_runs(_infer_budget(_infer_speculation(flags, readings), readings), readings)
     wanted = (
         "running_max",
         "running_when_waiting",
@@ -153,6 +153,14 @@ def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
     if possible and waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > 1):
         return flags.with_flag(server_flags.inferred("max_num_seqs", most, most, most))
     return flags
+
+
+def _at_least_what_runs(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
+    """The sequence cap is no smaller than the batch was."""
+    seqs, most = flags.known["max_num_seqs"], readings["running_max"]
+    if seqs.certain or not isinstance(most, Number) or most.point <= seqs.number.low:
+        return flags
+    return flags.with_flag(seqs.bounded(seqs.number.maximum(Number.exactly(most.point))))
 
 
 def _infer_budget(flags: Flags, readings: Mapping[str, Reading]) -> Flags:

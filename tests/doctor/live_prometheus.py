@@ -10,10 +10,19 @@ from benchmarks.prometheus import (
     await_first_scrape,
     free_port,
     load_recording,
+    load_recordings,
     prometheus,
 )
 
-__all__ = ["PROMTOOL", "await_first_scrape", "free_port", "load_recording", "needs_prometheus", "prometheus"]
+__all__ = [
+    "PROMTOOL",
+    "await_first_scrape",
+    "free_port",
+    "load_recording",
+    "load_recordings",
+    "needs_prometheus",
+    "prometheus",
+]
 
 needs_prometheus = pytest.mark.skipif(
     PROMETHEUS is None or PROMTOOL is None, reason="the prometheus and promtool binaries are not installed"

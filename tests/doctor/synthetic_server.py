@@ -45,6 +45,7 @@ _HISTOGRAMS = {
     "generation_length": ("vllm:request_generation_tokens", _LENGTH),
     "prefill_length": ("vllm:request_prefill_kv_computed_tokens", _LENGTH),
     "request_preemptions": ("vllm:request_num_preemptions", _FEW),
+    "iteration_tokens": ("vllm:iteration_tokens_total", tuple(2.0**n for n in range(14))),
 }
 
 HEALTHY_COUNTERS: Mapping[str, float] = {
