@@ -25,194 +25,33 @@ import json
 import math
 import os
 import statistics
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for small matrices threads only wait for each other
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import optuna
 
-from benchmarks.tuner_bed import Bed, BudgetSpent, Ledger, Mark, World
+from benchmarks.tuner_bed import Bed, BudgetSpent, Ledger, World
 from benchmarks.tuner_noise import REPEATS, Noise
-from benchmarks.tuner_problems import MEASURED, PROBLEMS, Problem, Table, describe, table
+from benchmarks.tuner_ours import search_ours
+from benchmarks.tuner_problems import MEASURED, PROBLEMS, Problem
 from benchmarks.tuner_rivals import RIVALS
-from loadgen.target import OpenTarget, Target
-from tuner.confirm import Confirmation, judge
-from tuner.interrupts import Interrupts
-from tuner.load import SHORT_SHARE, Traffic
-from tuner.observer import Observer
-from tuner.optimize import Optimizer
-from tuner.prior import Prediction, Prior
-from tuner.result import SERVES, TrialResult
-from tuner.rungs import reason_to_stop
-from tuner.space import Config
-from tuner.strategy_model import ModelStrategy
-from tuner.study import Proposal
-from tuner.survey import Survey
-from tuner.trial import Bench, Criteria
+from benchmarks.tuner_tables import Table, describe, table
 
 EVERY = (*PROBLEMS, MEASURED)
 NEAR = 0.05
 """Within this share of the best a config is as good as found."""
 AT = (10, 20, 30)
 """Launches after which regret is looked at."""
-CONTEXT = 32_768
-PREFILL_SPEED = 40_000.0
 OURS: Mapping[str, str | None] = {
     "ours, no prior": None,
     "ours, wrong prior": "wrong",
     "ours, good prior": "good",
 }
-
-
-class TableTarget(Target):
-    """Never opened; its clock is the world's."""
-
-    name, restartable = "table", True
-
-    def __init__(self, world: World) -> None:
-        self.world = world
-
-    def clock(self) -> float:
-        return self.world.seconds
-
-    @contextmanager
-    def open(self, config: Mapping[str, Any]) -> Iterator[OpenTarget]:
-        raise NotImplementedError("a table's runs are looked up")
-        yield
-
-    def launch_command(self, config: Mapping[str, Any]) -> str:
-        return "table"
-
-
-class TableBench(Bench):
-    """Trials whose rungs are looked up, judged between them as real ones are."""
-
-    @property
-    def world(self) -> World:
-        assert isinstance(self.target, TableTarget), "a bench of tables is given a table"
-        return self.target.world
-
-    def trial(
-        self,
-        proposal: Proposal,
-        flags: Mapping[str, Any],
-        load_for: Callable[[OpenTarget], Traffic],
-        criteria: Criteria,
-        server: OpenTarget | None = None,
-    ) -> TrialResult:
-        world = self.world
-        begun, entry = world.seconds, world.table.entry(flags)
-        start = world.start()
-
-        def result(status: Any, reason: str, **parts: Any) -> TrialResult:
-            seconds = {"start": start, "total": world.seconds - begun}
-            return TrialResult(
-                proposal.number, proposal.config, proposal.origin, status, reason, seconds=seconds, **parts
-            )
-
-        if entry.crash:
-            reason = f"did not start: out_of_memory: {entry.crash}"
-            return result("failed", reason, violations={SERVES: 1.0})
-        short, whole = world.measurements(entry)
-        world.load(entry, SHORT_SHARE)
-        reason = reason_to_stop(
-            short, criteria.short_bounds, criteria.slo.objective, criteria.incumbent, criteria.incumbent_whole
-        )
-        if not reason:
-            world.load(entry, 1 - SHORT_SHARE)
-        measured, bounds = (short, criteria.short_bounds) if reason else (whole, criteria.bounds)
-        return result(
-            "stopped" if reason else "measured",
-            reason,
-            violations={SERVES: 0.0, **measured.violations(bounds)},
-            measurement=measured,
-            short=short,
-        )
-
-
-class TablePrior(Prior):
-    """What a simulation with other coefficients says."""
-
-    def __init__(self, table: Table, flags: Callable[[Config], Mapping[str, Any]]) -> None:
-        super().__init__()
-        self.source, self._table, self._flags = "table", table, flags
-
-    def predict(self, config: Config) -> Prediction:
-        entry = self._table.entries[self._table.problem.key({**self._table.problem.baseline, **config})]
-        return Prediction(config, entry.figures, entry.crash)
-
-
-@dataclass
-class TableOptimizer(Optimizer):
-    """The tuner, whose fresh runs are looked up as well."""
-
-    prior: Table | None = None
-
-    def _begin(self, survey: Survey) -> None:
-        super()._begin(survey)
-        if self.prior is not None and isinstance(self.study.strategy, ModelStrategy):
-            self.study.strategy.prior = TablePrior(self.prior, self.flags)
-
-    def _confirm(self, best: TrialResult, baseline: TrialResult) -> Confirmation | str:
-        assert self.plan is not None, "the confirmation follows the plan"
-        assert isinstance(self.bench, TableBench), "runs that are looked up need a bench that looks up"
-        world = self.bench.world
-        sides = []
-        for flags in (self.job.flags, self.flags(best.config)):
-            entry = world.table.entry(flags)
-            world.start()
-            if entry.crash:
-                return f"did not start: {entry.crash}"
-            for _ in range(self.plan.pairs):
-                world.load(entry)
-            sides.append(world.fresh(flags, self.plan.pairs))
-        return judge(*sides, self.slo, best.number, baseline.feasible)
-
-
-class Bookkeeper(Observer):
-    """Keeps the ledger of a search of ours."""
-
-    def __init__(self, world: World) -> None:
-        self.world, self.ledger = world, Ledger()
-        self.flags: Callable[[Config], Mapping[str, Any]] = dict
-
-    def trial_ends(self, result: TrialResult, outcome: str) -> None:
-        flags = self.flags(result.config)
-        self.ledger.launches += 1
-        self.ledger.crashes += result.status == "failed"
-        self.ledger.infeasible += not self.world.table.feasible(flags)
-
-    def incumbent(self, result: TrialResult, outcome: str) -> None:
-        mark = Mark(self.world.seconds, self.ledger.launches, self.flags(result.config))
-        self.ledger.marks.append(mark)
-
-
-def search_ours(world: World, seed: int, prior: Table | None, strategy: str = "auto") -> Ledger:
-    problem = world.problem
-    job = replace(problem.job, seed=seed, strategy=strategy)
-    keeper = Bookkeeper(world)
-    record = optuna.create_study(direction=problem.slo.objective.direction)
-    survey = Survey(
-        CONTEXT, problem.start_seconds, PREFILL_SPEED, rate=problem.rate, concurrency=problem.concurrency
-    )
-    record.set_user_attr("survey", survey.to_json())
-    with tempfile.TemporaryDirectory() as out:
-        optimizer = TableOptimizer(
-            job, TableBench(TableTarget(world), keeper, Interrupts(), Path(out)), record, prior=prior
-        )
-        keeper.flags = lambda config: {**problem.baseline, **optimizer.flags(config)}
-        outcome = optimizer.run()
-    if outcome.kind == "better" and outcome.best is not None:
-        keeper.ledger.recommended = keeper.flags(outcome.best.config)
-    keeper.ledger.seconds = world.seconds
-    return keeper.ledger
 
 
 def search_rival(name: str, world: World, seed: int) -> Ledger:

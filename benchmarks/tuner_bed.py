@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.tuner_noise import Draw, Noise, Offsets
-from benchmarks.tuner_problems import Entry, Table
+from benchmarks.tuner_tables import Entry, Table
 from loadgen.slo import Bound
 from tuner.confirm import Pooled
 from tuner.load import SHORT_SHARE

@@ -8,17 +8,15 @@ from dataclasses import replace
 import optuna
 import pytest
 
-from benchmarks.tuner import OURS, Contest, Row, scored, search_ours, search_rival
+from benchmarks.tuner import OURS, Contest, Row, scored, search_rival
 from benchmarks.tuner_bed import Bed, Ledger, Mark, World
 from benchmarks.tuner_noise import Noise
-from benchmarks.tuner_problems import (
-    CPU,
-    MEMORY,
-    SEQS,
-    THRESHOLD,
-    TOKENS,
+from benchmarks.tuner_ours import search_ours
+from benchmarks.tuner_problems import CPU, MEMORY, SEQS, THRESHOLD, TOKENS, Problem
+from benchmarks.tuner_rivals import RIVALS
+from benchmarks.tuner_tables import (
+    CPU_TIMES,
     Entry,
-    Problem,
     Table,
     as_it_is,
     builder,
@@ -26,7 +24,6 @@ from benchmarks.tuner_problems import (
     scaled,
     to_json,
 )
-from benchmarks.tuner_rivals import RIVALS
 
 PROBLEM = Problem(
     "made up", "simulated:h100", "8B", "chat", "itl_p99<60ms,ttft_p95<1s",
@@ -117,8 +114,6 @@ def test_limits_that_no_run_reaches_need_no_run_of_their_own() -> None:
 
 
 def test_a_prior_is_off_by_as_much_as_it_says() -> None:
-    from benchmarks.tuner_problems import CPU_TIMES
-
     assert as_it_is(CPU_TIMES) == CPU_TIMES
     wrong = scaled("name", 0.3, 0.5)(CPU_TIMES)
     for name in ("weights", "per_token", "launch"):
