@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import time
 import warnings
@@ -14,7 +15,7 @@ from typing import Any
 import optuna
 import sqlalchemy
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import event, exc
 from sqlalchemy.engine import URL, make_url
 
@@ -22,6 +23,8 @@ from tuner.slo import Objective
 
 SQLITE_BUSY_SECONDS = 60
 CONNECT_SECONDS = 10
+LOOK_SECONDS = 0.5
+"""So old may be what a worker knows of what the others measure."""
 _ANSWERS = {  # a host that is gone without a word is noticed within half a minute
     "connect_timeout": CONNECT_SECONDS,
     "keepalives_idle": 10,
@@ -109,6 +112,8 @@ class SharedStorage(optuna.storages.RDBStorage):
 
     def __init__(self, url: URL, heartbeat: Heartbeat, patience: Patience, **options: Any) -> None:
         self.heartbeat, self.patience = heartbeat, patience
+        self._look_seconds = LOOK_SECONDS
+        self._looked: dict[int, float] = {}
         engine: dict[str, Any] = {"pool_pre_ping": True}
         if url.get_backend_name() == "sqlite":
             engine["connect_args"] = {"timeout": SQLITE_BUSY_SECONDS}
@@ -118,12 +123,29 @@ class SharedStorage(optuna.storages.RDBStorage):
         if url.get_backend_name() == "sqlite":
             _serialise(self.engine)
 
+    def refresh(self) -> None:
+        """Let the next look at the trials see what other workers did until now."""
+        self._looked.clear()
+
+    def _get_trials(self, study_id: int, *arguments: Any, **options: Any) -> list[FrozenTrial]:
+        """What Optuna's cache lacks; nothing soon after the last look, unless this process has written since.
+
+        A decision looks at the trials some thirty times, and each time costs a dozen queries.
+        """
+        now = self.patience.clock()
+        if now < self._looked.get(study_id, -math.inf) + self._look_seconds:
+            return []
+        operation = super()._get_trials
+        found: list[FrozenTrial] = self.patience.call(operation, study_id, *arguments, **options)
+        self._looked[study_id] = now
+        return found
+
     def beating(self) -> SharedStorage:
         """The same database, for a study whose trials live by heartbeats.
 
         On such a storage Optuna warns of every trial that is asked for, so the configs' study has the other.
         """
-        return SharedStorage(
+        storage = SharedStorage(
             make_url(self.url),
             self.heartbeat,
             self.patience,
@@ -132,6 +154,8 @@ class SharedStorage(optuna.storages.RDBStorage):
             heartbeat_interval=self.heartbeat.interval,
             grace_period=self.heartbeat.grace,
         )
+        storage._look_seconds = 0.0  # who lives and who is first is asked anew each time
+        return storage
 
     def close(self) -> None:
         self.remove_session()
@@ -142,6 +166,7 @@ class SharedStorage(optuna.storages.RDBStorage):
     ) -> bool:
         """As the base class. A change that was committed before its connection broke is known for ours."""
         attempts = 0
+        self.refresh()
 
         def attempt() -> bool:
             nonlocal attempts
@@ -161,6 +186,8 @@ def _patient(name: str) -> Callable[..., Any]:
 
     @functools.wraps(operation)
     def call(self: SharedStorage, *arguments: Any, **options: Any) -> Any:
+        if not name.lstrip("_").startswith("get_"):
+            self.refresh()
         return self.patience.call(operation, self, *arguments, **options)
 
     return call
@@ -170,7 +197,6 @@ _BEHIND_THE_CACHE = {
     "_create_new_trial",
     "_get_best_trial_id",
     "_get_stale_trial_ids",
-    "_get_trials",
     "_set_trial_param",
     "get_trial_id_from_study_id_trial_number",
 }

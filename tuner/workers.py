@@ -79,6 +79,7 @@ class SharedCrew(Crew):
     ) -> None:
         """``poll``: seconds between two looks at what another worker does."""
         self.machine, self._note, self._poll = machine, note, poll
+        self._configs = storage
         with experimental():
             self._storage = storage.beating()
         self._desk = optuna.create_study(
@@ -192,6 +193,7 @@ class SharedCrew(Crew):
                 time.sleep(min(pause, self._poll))
                 pause *= 1.5
             self._warn_of_others()
+            self._configs.refresh()
             yield living
         finally:
             self._close(mine)
