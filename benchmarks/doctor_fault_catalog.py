@@ -311,24 +311,6 @@ FAULTS = (
             for rate, before, now in ((6.0, 1000, 3000), (10.0, 800, 1600), (3.0, 2000, 6000))
         ),
     ),
-    Fault(
-        "a pool that fits exactly",
-        "kv-near-capacity",
-        {"do": "head-room"},
-        setup(_chat(8, 480, 32), engine={"num_gpu_blocks_override": 257 + 4, "max_model_len": 2048}),
-        tuple(
-            setup(
-                _chat(clients, prompt, output),
-                engine={"num_gpu_blocks_override": blocks, "max_model_len": 8192},
-            )
-            for clients, prompt, output, blocks in (
-                (32, 2000, 64, 32 * 130 + 1),
-                (64, 1000, 32, 64 * 66),
-                (16, 4000, 100, 16 * 258),
-            )
-        ),
-        also=frozenset({"kv-pressure"}),
-    ),
 )
 
 CONTROLS = (

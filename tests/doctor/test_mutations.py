@@ -261,3 +261,124 @@ def test_values_that_do_not_move_are_no_traffic() -> None:
 def test_negative_and_huge_figures_are_survived(waiting: float) -> None:
     odd = Server(running=-3, waiting=waiting, kv=50, counters={"finished": 1e18})
     assert json.dumps(diagnose(Scrapes(odd.scrapes()), {}).to_json(), allow_nan=False)
+
+
+Scraped = list[tuple[int, str]]
+Damage = Callable[[Scraped, random.Random], Scraped]
+
+
+def per_page(change: Callable[[str, random.Random], str]) -> Damage:
+    return lambda scraped, chance: [(at, change(page, chance)) for at, page in scraped]
+
+
+def some_pages(change: Callable[[str, random.Random], str]) -> Damage:
+    """One scrape in four."""
+    return lambda scraped, chance: [
+        (at, change(page, chance) if chance.random() < 0.25 else page) for at, page in scraped
+    ]
+
+
+def without_lines(page: str, chance: random.Random) -> str:
+    lines = page.splitlines(keepends=True)
+    return "".join(line for line in lines if chance.random() > 0.2)
+
+
+def cut_off(page: str, chance: random.Random) -> str:
+    return page[: chance.randrange(len(page))]
+
+
+def one_metric(change: Callable[[str], str]) -> Damage:
+    """The same metric in every scrape."""
+
+    def damage(scraped: Scraped, chance: random.Random) -> Scraped:
+        names = sorted(name for metric in METRICS.values() for name in metric.names if ":" in name)
+        chosen = chance.choice(names)
+        pattern = re.compile(rf"^{chosen}(_bucket|_sum|_count)?[{{ ].*\n", re.MULTILINE)
+        return [(at, pattern.sub(lambda match: change(match[0]), page)) for at, page in scraped]
+
+    return damage
+
+
+def reset(scraped: Scraped, chance: random.Random) -> Scraped:
+    """The second half is a server that started anew: the pages of the beginning again."""
+    half = len(scraped) // 2
+    return scraped[:half] + [(at, page) for (at, _), (_, page) in zip(scraped[half:], scraped, strict=False)]
+
+
+def gaps(scraped: Scraped, chance: random.Random) -> Scraped:
+    first = chance.randrange(1, len(scraped) // 2)
+    return scraped[:first] + scraped[first + chance.randrange(1, len(scraped) // 3) :]
+
+
+def twice(scraped: Scraped, chance: random.Random) -> Scraped:
+    return sorted([*scraped, *chance.sample(scraped, len(scraped) // 3)])
+
+
+DAMAGES: dict[str, Damage] = {
+    "a metric renamed": one_metric(lambda line: "other:" + line.partition(":")[2]),
+    "a metric missing": one_metric(lambda line: ""),
+    "a metric of NaN": one_metric(lambda line: line.rsplit(" ", 1)[0] + " NaN\n"),
+    "a metric twice": one_metric(lambda line: line + line),
+    "lines lost here and there": some_pages(without_lines),
+    "scrapes cut off": some_pages(cut_off),
+    "scrapes empty": some_pages(lambda page, chance: ""),
+    "scrapes of NaN": some_pages(lambda page, chance: re.sub(r" \S+$", " NaN", page, flags=re.M)),
+    "scrapes of another locale": some_pages(
+        lambda page, chance: re.sub(r"(\d)\.(\d+)$", r"\1,\2", page, flags=re.M)
+    ),
+    "a restart": reset,
+    "a gap": gaps,
+    "scrapes twice": twice,
+}
+
+HELD = {
+    name: Server(**details)
+    for name, details in {
+        "healthy": {},
+        "capped": {"running": 2, "waiting": 9, "kv": 0.02},
+        "overloaded": {
+            "running": 128,
+            "waiting": lambda t: 150 * t,
+            "histograms": {
+                "itl": {0.35: 1000},
+                "ttft": {8.1: 10},
+                "queue_time": {8.0: 10},
+                "tpot": {0.35: 10},
+            },
+        },
+        "preempting": {"running": 16, "waiting": 6, "kv": 0.99, "counters": {"preemptions": 3}},
+        "speculating": {
+            "running": 16,
+            "counters": {"drafts": 1000, "draft_tokens": 5000, "accepted_tokens": 200},
+        },
+    }.items()
+}
+"""Synthetic servers, so that this runs without the recordings."""
+FLAGS = {"max_num_seqs": 2}
+
+
+def judged(scraped: Scraped, name: str) -> Diagnosis:
+    return diagnose(Scrapes(scraped), FLAGS if name == "capped" else {})
+
+
+@cache
+def undamaged(name: str) -> frozenset[str]:
+    return frozenset(found(judged(HELD[name].scrapes(count=9), name)))
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(sorted(HELD)),
+    damages=st.lists(st.sampled_from(sorted(DAMAGES)), min_size=1, max_size=3),
+    seed=st.integers(0, 2**16),
+)
+def test_damage_upon_damage_finds_nothing_that_is_not_there(name: str, damages: list[str], seed: int) -> None:
+    chance, scraped = random.Random(seed), HELD[name].scrapes(count=9)
+    for damage in damages:
+        scraped = DAMAGES[damage](scraped, chance)
+    try:
+        diagnosis = judged(scraped, name)
+    except SourceError:
+        return
+    assert found(diagnosis) <= undamaged(name), damages
+    assert json.dumps(diagnosis.to_json(), allow_nan=False)

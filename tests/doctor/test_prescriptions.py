@@ -22,14 +22,17 @@ from doctor.signals import SIGNALS, Unit
 from loadgen.flags import parse_command
 
 DIRECTION = {
+    "budget-eats-pool": {"max_num_batched_tokens": -1},
     "itl-flat-high": {"max_num_seqs": -1},
     "itl-spikes-long-prefill": {"max_num_batched_tokens": -1, "long_prefill_token_threshold": 1},
     "myth-fragmentation": {"gpu_memory_utilization": 1},
     "kv-idle": {"max_num_seqs": 1, "max_num_batched_tokens": 1},
     "kv-pressure": {"max_num_seqs": -1, "gpu_memory_utilization": 1},
+    "long-and-short-mixed": {"long_prefill_token_threshold": 1},
     "overload": {"max_num_seqs": -1},
     "prefill-slow": {"max_num_batched_tokens": 1, "enable_prefix_caching": 1},
     "prefix-misses": {"enable_prefix_caching": 1},
+    "scheduler-bound": {"max_num_seqs": -1},
     "seq-cap": {"max_num_seqs": 1, "max_num_batched_tokens": 1},
     "short-behind-long": {"long_prefill_token_threshold": 1},
     "speculation-loses": {"num_speculative_tokens": -1},
