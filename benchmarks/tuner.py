@@ -192,43 +192,72 @@ def _number(value: float) -> str:
 
 
 def print_rows(title: str, rows: Sequence[Row]) -> None:
-    lines = [HEADS, *(tuple(row.cells()) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(HEADS))]
-    print(f"\n{title}")
+    print_lines(title, [HEADS, *(tuple(row.cells()) for row in rows)])
+
+
+def print_lines(title: str, lines: Sequence[Sequence[str]]) -> None:
+    """A table: the first column to the left, all others to the right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    print(f"\n{title}" if title else "")
     for line in lines:
         cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
         print("  ".join((line[0].ljust(widths[0]), *cells)))
 
 
 def print_ratios(by_problem: Mapping[str, Sequence[Row]]) -> None:
-    """Ours against the best other, by the typical seconds to within NEAR."""
-    print("\nseconds to within 5 %, against the best other method of the problem (its own name behind)")
-    ours = [name for name in OURS if any(row.method == name for rows in by_problem.values() for row in rows)]
-    collected: dict[str, list[float]] = {name: [] for name in ours}
+    """Every method's typical seconds to within NEAR, as a ratio to the best rival's of the problem."""
+    methods = list(dict.fromkeys(row.method for rows in by_problem.values() for row in rows))
+    lines = [
+        ("seconds to within 5 % / best rival's", "the best rival", *(name.split(" (")[0] for name in methods))
+    ]
+    logs: dict[str, list[float]] = {name: [] for name in methods}
     for problem, rows in by_problem.items():
-        others = [row for row in rows if row.method not in OURS]
-        if not others:
+        rivals = [row for row in rows if row.method in RIVALS]
+        if not rivals:
             return
-        best = min(others, key=lambda row: row.typical_seconds)
-        ratios = {
-            row.method: row.typical_seconds / best.typical_seconds for row in rows if row.method in OURS
-        }
+        best = min(rivals, key=lambda row: row.typical_seconds)
+        ratios = {row.method: row.typical_seconds / best.typical_seconds for row in rows}
         for name, ratio in ratios.items():
-            collected[name].append(ratio)
-        shown = "  ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-        print(f"{problem:45} {shown}  ({best.method})")
-    for name, ratios_of in collected.items():
-        made = [
-            s
-            for rows in by_problem.values()
-            for row in rows
-            if row.method == name
-            for s in row.scores
-            if s.recommended
+            logs[name].append(math.log(ratio))
+        shown = (f"{ratios[name]:.2f}" if name in ratios else "" for name in methods)
+        lines.append((problem, f"{best.method} {best.typical_seconds:.0f}", *shown))
+    means = (f"{math.exp(statistics.mean(logs[name])):.2f}" for name in methods)
+    lines.append(("geometric mean", "", *means))
+    print_lines("", lines)
+
+
+def print_overall(by_problem: Mapping[str, Sequence[Row]]) -> None:
+    """What came of all searches of each method."""
+    lines = [
+        (
+            "all problems",
+            "got there",
+            "recommended",
+            "false",
+            "regret in the end",
+            "crashes",
+            "infeasible",
+            "s in all",
+        )
+    ]
+    for method in dict.fromkeys(row.method for rows in by_problem.values() for row in rows):
+        scores = [
+            s for rows in by_problem.values() for row in rows if row.method == method for s in row.scores
         ]
-        false = statistics.mean(s.misses for s in made) if made else math.nan
-        mean = math.exp(statistics.mean(map(math.log, ratios_of)))
-        print(f"{name}: geometric mean {mean:.2f}; {len(made)} recommendations, {false:.1%} of them false")
+        row, launches = Row(method, scores), sum(score.launches for score in scores)
+        lines.append(
+            (
+                method,
+                f"{row.reached:.0%}",
+                f"{sum(score.recommended for score in scores) / len(scores):.0%}",
+                "n/a" if math.isnan(row.false_share) else f"{row.false_share:.1%}",
+                f"{statistics.mean(score.final for score in scores):.0%}",
+                f"{sum(score.crashes for score in scores) / launches:.0%}",
+                f"{sum(score.infeasible for score in scores) / launches:.0%}",
+                f"{statistics.mean(score.seconds / score.budget for score in scores):.0%} of the budget",
+            )
+        )
+    print_lines("", lines)
 
 
 def read_scores(path: Path | None) -> dict[tuple[str, str, int], Score]:
@@ -282,6 +311,7 @@ def main(words: Sequence[str] | None = None) -> None:
         by_problem[problem.name] = rows
         print_rows(describe(found.truth), rows)
     print_ratios(by_problem)
+    print_overall(by_problem)
     cpu = sum(score.cpu for rows in by_problem.values() for row in rows for score in row.scores)
     print(f"\n{cpu:.0f} s of processor time for the searches")
 
