@@ -56,3 +56,22 @@ def test_a_full_disk_under_the_output(command: str) -> None:
 def test_a_reader_that_leaves_early(command: str) -> None:
     result = run(f"vtune {command} | true")
     assert result.stderr == ""
+
+
+def test_a_reader_that_leaves_early_is_no_answer() -> None:
+    """Exit status 1 is one: the status is that of a program that SIGPIPE ends."""
+    result = run("(sleep 0.2; vtune playbook list; echo $? >&2) | true")
+    assert result.stderr.strip() == "141"
+
+
+def test_an_interrupt_while_modules_are_imported() -> None:
+    code = (
+        "import os, signal, sys, types\n"
+        "class Interrupting:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'tuner.cli': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Interrupting())\n"
+        "import vtune_cli"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stderr) == (130, "")
