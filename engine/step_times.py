@@ -14,8 +14,9 @@ import numpy as np
 
 from engine.step import StepPlan
 
-KNOTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Numbers of tokens between which the fitted time of the linear layers is a straight line."""
+KNOTS = (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 128, 256, 512, 1024, 2048)
+"""Numbers of tokens between which the fitted time of the linear layers is a straight line. Kernels work in
+tiles of rows: one row more than a tile can cost as much as a tile."""
 TRIMMED = 0.05
 """Share of the samples that the fit drops as noise of a shared machine."""
 
@@ -196,10 +197,9 @@ def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> Ste
     knots = [*(knot for knot in KNOTS if knot < most), max(most, 2)]
     others = [(1, load.rows, load.context, load.pairs) for load in loads]
     columns = np.hstack([np.array(others, dtype=float), _hinges([load.tokens for load in loads], knots)])
-    fitted, _ = _relative_nnls(columns, np.array([sample.device_seconds for sample in samples]))
+    fitted = _relative_nnls(columns, np.array([sample.device_seconds for sample in samples]))
     launch, per_row, per_context, per_pair, *slopes = (float(value) for value in fitted)
-    hosts = [(sample.load, sample.host_seconds) for sample in samples if sample.host_seconds is not None]
-    host, host_per_sequence = _fit_host(hosts)
+    host, host_per_sequence = _fit_host([sample for sample in samples if sample.host_seconds is not None])
     rises = (slope * (b - a) for slope, (a, b) in zip(slopes, pairwise(knots), strict=True))
     return StepTimes(
         host=host,
@@ -220,27 +220,32 @@ def _hinges(tokens: Sequence[int], knots: Sequence[int]) -> np.ndarray:
     return np.clip(given - low, 0.0, high - low)
 
 
-def _fit_host(hosts: Sequence[tuple[StepLoad, float]]) -> tuple[float, float]:
-    if not hosts:
+def _fit_host(samples: Sequence[StepSample]) -> tuple[float, float]:
+    """By errors relative to the whole step: what the host takes of a long one matters less."""
+    if not samples:
         return 0.0, 0.0
-    columns = np.array([(1, load.sequences) for load, _ in hosts], dtype=float)
-    coefficients, _ = _relative_nnls(columns, np.array([seconds for _, seconds in hosts]))
+    columns = np.array([(1, sample.load.sequences) for sample in samples], dtype=float)
+    hosts = np.array([sample.host_seconds for sample in samples], dtype=float)
+    wholes = hosts + [sample.device_seconds for sample in samples]
+    coefficients = _relative_nnls(columns, hosts, wholes)
     return float(coefficients[0]), float(coefficients[1])
 
 
-def _relative_nnls(columns: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, float]:
-    """Non-negative least squares on relative errors, without the worst; and the mean of what is left."""
+def _relative_nnls(
+    columns: np.ndarray, seconds: np.ndarray, relative_to: np.ndarray | None = None
+) -> np.ndarray:
+    """Non-negative least squares on relative errors, without the worst. ``relative_to`` None: ``seconds``."""
     from scipy.optimize import nnls
 
-    scaled = columns / np.maximum(seconds, 1e-9)[:, None]  # a coarse clock may say 0
+    unit = np.maximum(seconds if relative_to is None else relative_to, 1e-9)  # a coarse clock may say 0
+    scaled, wanted = columns / unit[:, None], seconds / unit
     widths = np.maximum(scaled.max(axis=0), 1e-300)  # so that seconds and pairs are of one size to the solver
 
-    def solve(rows: np.ndarray) -> np.ndarray:
-        found, _ = nnls(rows / widths, np.ones(len(rows)))
+    def solve(rows: np.ndarray, right: np.ndarray) -> np.ndarray:
+        found, _ = nnls(rows / widths, right)
         result: np.ndarray = found / widths
         return result
 
-    errors = np.abs(scaled @ solve(scaled) - 1)
+    errors = np.abs(scaled @ solve(scaled, wanted) - wanted)
     kept = np.argsort(errors, kind="stable")[: max(len(errors) - int(TRIMMED * len(errors)), 1)]
-    coefficients = solve(scaled[kept])
-    return coefficients, float(np.square(scaled[kept] @ coefficients - 1).mean())
+    return solve(scaled[kept], wanted[kept])

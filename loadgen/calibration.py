@@ -67,11 +67,14 @@ def run(server: OpenTarget, vocab_size: int) -> Iterator[Records]:
 
 def entry(runs: Sequence[Records]) -> tuple[float, float]:
     """What a request takes outside of the engine: seconds, and seconds a token of its prompt. Medians, of a
-    server with ``--enable-per-request-metrics``."""
-    answered = [request for records in runs for request in records.requests if request.ok]
-    short = [elsewhere(r) for r in answered if _prompt(r) <= FEW_TOKENS]
-    base = max(statistics.median(short), 0.0)
-    slopes = [(elsewhere(r) - base) / _prompt(r) for r in answered if _prompt(r) >= MANY_TOKENS]
+    server with ``--enable-per-request-metrics``.
+
+    By those that came alone: others wait for the step that is under way when they come, which is no time of
+    their own.
+    """
+    alone = [request for run in runs if run.concurrency == 1 for request in run.requests if request.ok]
+    base = max(statistics.median(elsewhere(r) for r in alone if _prompt(r) <= FEW_TOKENS), 0.0)
+    slopes = [(elsewhere(r) - base) / _prompt(r) for r in alone if _prompt(r) >= MANY_TOKENS]
     return base, max(statistics.median(slopes), 0.0)
 
 

@@ -34,5 +34,7 @@ def test_entry_is_what_a_request_takes_and_what_its_tokens_take() -> None:
         request = record(index, 0.0, first_s=0.5 + outside)
         return replace(request, prompt_tokens=prompt, server_queue=0.2, server_prefill=0.3)
 
-    run = records([answered(0, 100, 0.004), answered(1, 20, 0.004), answered(2, 1000, 0.006)])
-    assert calibration.entry([run]) == (pytest.approx(0.004), pytest.approx(2e-6))
+    answers = [answered(0, 100, 0.004), answered(1, 20, 0.004), answered(2, 1000, 0.006)]
+    alone = records(answers, mode="closed", concurrency=1)
+    crowd = records([answered(0, 100, 0.5)] * 9, mode="closed", concurrency=9)
+    assert calibration.entry([alone, crowd]) == (pytest.approx(0.004), pytest.approx(2e-6))
