@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,12 +14,14 @@ from loadgen.probe import Unreachable
 from loadgen.record import Records
 from loadgen.slo import Bound
 from loadgen.target import CLIENT_KILLED, OpenTarget, Target, TargetFailed
+from loadgen.wire import Progress
 from loadgen.workload import Schedule
 from tuner.findings import examine
 from tuner.interrupts import Interrupts
 from tuner.load import Traffic, span
 from tuner.measure import Run, measure
 from tuner.observer import Observer
+from tuner.patience import Patience
 from tuner.result import SERVES, Measurement, Status, TrialResult
 from tuner.rungs import reason_to_stop
 from tuner.scrape import read_figures
@@ -32,7 +33,8 @@ BROKEN_SHARE = 0.5
 
 
 PATIENCE_SECONDS, PATIENCE_FACTOR = 60.0, 3.0
-"""A load of s seconds may take 60 + 3 s, warm-up and drain included, before its server counts as stuck."""
+"""A load of s seconds may take 60 + 3 s, warm-up and drain included, before its server counts as stuck; a
+load of so many requests may take as long as one is answered every 60."""
 
 
 class ServerFailed(Exception):
@@ -82,16 +84,19 @@ class Bench:
 
     def run(self, server: OpenTarget, schedule: Schedule) -> Records:
         """One load. Raises RunFailed, KeyboardInterrupt, and Stuck when it takes far too long."""
-        limit = PATIENCE_SECONDS + PATIENCE_FACTOR * span(schedule)
-        with self.interrupts.load() as stop:
-            late = threading.Timer(limit, stop.set)
-            late.start()
-            try:
-                records = server.run(schedule, progress=self.observer.load, stop=stop)
-            finally:
-                late.cancel()
-        if late.finished.is_set() and records.partial:
-            raise Stuck(f"a load of {span(schedule):.0f} s had not ended after {limit:.0f} s")
+        seconds = span(schedule)
+        limit = PATIENCE_SECONDS + PATIENCE_FACTOR * seconds
+        with self.interrupts.load() as stop, Patience(limit, stop, renewed=not seconds) as patience:
+
+            def progress(report: Progress) -> None:
+                patience.answered(report.finished)
+                self.observer.load(report)
+
+            records = server.run(schedule, progress=progress, stop=stop)
+        if patience.exhausted and records.partial:
+            if not seconds:
+                raise Stuck(f"no request of {len(schedule.requests)} was answered for {limit:.0f} s")
+            raise Stuck(f"a load of {seconds:.0f} s had not ended after {limit:.0f} s")
         return records
 
     @contextmanager
