@@ -124,6 +124,13 @@ def optimize(
             "exit code is 1): its --out directory, its report.json, its name, or STORAGE-URL#STUDY."
         ),
     ] = None,
+    from_doctor: Annotated[
+        Path | None,
+        typer.Option(
+            help="A diagnosis ('vtune doctor … --format json') whose prescriptions are tried first. [that of "
+            "your config's own trial]"
+        ),
+    ] = None,
     study: Annotated[
         str | None, typer.Option(help="The study's name; an existing one is resumed. [made from the time]")
     ] = None,
@@ -207,6 +214,7 @@ def optimize(
         seed=seed,
         strategy=strategy,
         prior=prior,
+        from_doctor=from_doctor,
         replay=replay,
         baseline=baseline,
         loads=loads,

@@ -23,6 +23,7 @@ from loadgen.workload import PRESETS as WORKLOADS
 from loadgen.workload import WorkloadError
 from loadgen.workload_file import is_file, read_workload
 from tuner.display import make_observer
+from tuner.from_doctor import FindingsError, read_findings
 from tuner.interrupts import Interrupts
 from tuner.job import DEFAULT_BUDGET, DEFAULT_SIMULATED_BUDGET, Job, JobError
 from tuner.knobs import ENGINES
@@ -67,6 +68,7 @@ _EXPECTED = (
     FlagError,
     SetupFailed,
     PriorError,
+    FindingsError,
     WorkloadError,
     ArrivalError,
 )
@@ -94,6 +96,7 @@ class Options:
     seed: int | None = None
     strategy: str | None = None
     prior: str | None = None
+    from_doctor: Path | None = None
     replay: Mapping[str, Any] | None = None
     baseline: str | None = None
     loads: str | None = None
@@ -251,6 +254,7 @@ def new_job(options: Options) -> Job:
         seed=options.seed or 0,
         strategy=options.strategy or AUTO,
         prior=options.prior or AUTO,
+        from_doctor=read_findings(options.from_doctor) if options.from_doctor else (),
         replay=options.replay and {**options.replay, "sha256": digest(Path(options.replay["replay"]))},
         baseline=previous.to_json() if previous else None,
         loads=_loads(options),

@@ -50,6 +50,8 @@ class Job:
     seed: int = 0
     strategy: str = "auto"
     """Who decides what to try (see tuner.strategies)."""
+    from_doctor: tuple[Mapping[str, Any], ...] = ()
+    """Prescriptions to try first (see tuner.from_doctor.read_findings); empty: those for the baseline."""
     prior: str = "auto"
     """What simulates configs beforehand (see tuner.prior.make_simulator)."""
     replay: Mapping[str, Any] | None = None
@@ -90,4 +92,4 @@ class Job:
         vary = {flag: None if items is None else tuple(items) for flag, items in values["vary"].items()}
         loads = values.get("loads")
         known = {"fix": tuple(values["fix"]), "vary": vary, "loads": None if loads is None else tuple(loads)}
-        return cls(**{**values, **known})
+        return cls(**{**values, **known, "from_doctor": tuple(values.get("from_doctor", ()))})

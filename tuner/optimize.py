@@ -22,6 +22,7 @@ from loadgen.workload_file import workload_of
 from tuner.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
 from tuner.confirm import Confirmation, assess, record_directory
 from tuner.cost import SPENT_ON
+from tuner.from_doctor import of_trial, prescribed
 from tuner.job import Job
 from tuner.load import Load, Traffic, span
 from tuner.measure import goodput_bounds
@@ -388,7 +389,8 @@ class Optimizer:
     def _search(self) -> str:
         """Trials until there is a reason to stop, which is returned."""
         with self.crew.turn(self.study):
-            for flags, why in itertools.islice(self._starting_points(), self.study.strategy.starts):
+            starts = itertools.islice(self._starting_points(), self.study.strategy.starts)
+            for flags, why in (*self._prescribed(), *starts):
                 self.study.enqueue(flags, why)
         while True:
             with self.crew.turn(self.study):
@@ -401,6 +403,12 @@ class Optimizer:
                     return self.study.strategy.exhausted
                 self.crew.begins(proposal)
             self._trial(proposal)
+
+    def _prescribed(self) -> Iterator[tuple[Mapping[str, Any], str]]:
+        """What the doctor says: in the report that was given, else of the baseline's own trial."""
+        baseline = self.study.baseline
+        own = of_trial(baseline.findings) if baseline else ()
+        return prescribed(self.job.from_doctor or own, self.study.space)
 
     def _starting_points(self) -> Iterator[tuple[Mapping[str, Any], str]]:
         baseline = self.study.space.baseline

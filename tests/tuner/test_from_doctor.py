@@ -1,0 +1,65 @@
+import json
+
+import pytest
+
+from tuner.findings import TrialFinding
+from tuner.from_doctor import MOST, FindingsError, of_trial, prescribed, read_findings
+from tuner.space import build_space, effective
+
+SPACE = build_space(effective({}, "vllm"), 8192)
+
+
+def report(tmp_path, *findings, **more):
+    path = tmp_path / "findings.json"
+    path.write_text(json.dumps({"schema": "vtune.doctor/1", "findings": findings, **more}))
+    return path
+
+
+def finding(identity, *changes, suppressed_by=None):
+    return {"id": identity, "prescriptions": [{"set": c} for c in changes], "suppressed_by": suppressed_by}
+
+
+def test_prescriptions_are_read_without_those_that_a_cause_explains(tmp_path):
+    path = report(
+        tmp_path,
+        finding("itl-spikes-long-prefill", {"max_num_batched_tokens": 512}, {}),
+        finding("itl-flat-high", {"max_num_seqs": 64}, suppressed_by="itl-spikes-long-prefill"),
+    )
+    assert read_findings(path) == ({"id": "itl-spikes-long-prefill", "set": {"max_num_batched_tokens": 512}},)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "not JSON"),
+        ("[]", "schema None"),
+        ('{"schema": "other/1"}', "schema 'other/1'"),
+        ('{"schema": "vtune.doctor/1"}', "lacks 'findings'"),
+        ('{"schema": "vtune.doctor/1", "findings": [{"prescriptions": [1]}]}', "a finding lacks"),
+    ],
+)
+def test_a_file_that_is_not_the_doctors_is_a_clear_error(tmp_path, text, problem):
+    path = tmp_path / "findings.json"
+    path.write_text(text)
+    with pytest.raises(FindingsError, match=problem):
+        read_findings(path)
+    with pytest.raises(FindingsError, match="cannot be read"):
+        read_findings(tmp_path / "none.json")
+
+
+def test_a_trials_own_findings_say_the_same():
+    own = TrialFinding("seq-cap", "warning", "t", {}, ({"max_num_seqs": 512},))
+    explained = TrialFinding("x", "warning", "t", {}, ({"max_num_seqs": 1024},), suppressed_by="seq-cap")
+    assert list(of_trial([own, explained])) == [{"id": "seq-cap", "set": {"max_num_seqs": 512}}]
+
+
+def test_what_the_space_does_not_search_or_a_rule_refuses_is_not_tried():
+    items = [
+        {"id": "a", "set": {"tensor_parallel_size": 2}},
+        {"id": "b", "set": {"max_num_batched_tokens": 64}},
+        {"id": "c", "set": {"max_num_seqs": 500}},
+        {"id": "d", "set": {"max_num_seqs": 512}},
+    ]
+    assert list(prescribed(items, SPACE)) == [({"max_num_seqs": 500}, "doctor: c")], "d is the same rung as c"
+    many = [{"id": str(n), "set": {"max_num_seqs": n}} for n in (16, 32, 64, 96, 128)]
+    assert len(list(prescribed(many, SPACE))) == MOST
