@@ -243,8 +243,10 @@ class Optimizer:
         )
 
     def _blind_survey(self) -> Survey:
-        """For a baseline that does not come up: what the job says."""
+        """For a baseline that does not come up: what the job and the program say."""
         context = self.job.flags.get("max_model_len")
+        version = (self.offered.version if self.offered else None) or ""
+        told = read_start_log("", self.job.server, self.job.flags, version=version)
         return Survey(
             max_model_len=context if isinstance(context, int) else FALLBACK_CONTEXT,
             start_seconds=math.nan,
@@ -252,6 +254,8 @@ class Optimizer:
             rate=self._rate,
             concurrency=self.job.concurrency,
             scale=self.job.scale,
+            version=version,
+            known=told.flags,
         )
 
     def _surveyed(self, server: OpenTarget) -> Survey:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -50,6 +50,8 @@ def read_start_log(
     """
     facts = parse_log(log)
     version = version or facts.version or ""
+    if version.endswith("+cpu"):
+        facts = replace(facts, device="cpu")
     labels = _cache_config(metrics)
     resolved = resolve(given, facts, labels, engine=ENGINES[server], version=version or None)
     found: dict[str, Any] = {

@@ -44,13 +44,14 @@ _SIGNS = [
         r"|Cannot find the requested files in the (local cache|disk cache)",
     ),
     ("disk_full", r"No space left on device|Disk quota exceeded"),
+    ("killed", r"engine core exited unexpectedly|EngineDeadError|(Worker|core) proc \S+ died unexpectedly"),
 ]
 _PATTERNS = [(reason, re.compile(pattern, re.IGNORECASE)) for reason, pattern in _SIGNS]
 _ERROR = re.compile(r"\b\w*(Error|Exception): |\berror: ")
 _NOT_INSTALLED = re.compile(r"No module named '?(vllm|sglang)\b")
 _HEADLINE = re.compile(r"\bvalidation errors? for \w+$")
-_ELSEWHERE = re.compile("See (root cause|stack trace)|check the stack trace above")
-"""Errors that only point to another one."""
+_NO_CAUSE = re.compile("See (root cause|stack trace)|check the stack trace above|WARNING")
+"""Errors that only point to another one, or that might have been."""
 _BLANK = " \t│╭╮╰╯─"
 """Around a message: blanks, and the box that some programs draw."""
 _SIGNALS = {6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
@@ -79,7 +80,7 @@ def classify(log: str, status: int) -> Failure:
 
 def _last_words(lines: list[str]) -> str:
     """The last error that a log names, else its last line: what follows an error is often only tidying up."""
-    errors = [line for line in lines if _ERROR.search(line) and not _ELSEWHERE.search(line)]
+    errors = [line for line in lines if _ERROR.search(line) and not _NO_CAUSE.search(line)]
     if errors:
         return f"its last error: {errors[-1][:300]}"
     return f"its last line: {lines[-1][:300]}" if lines else "it printed nothing"

@@ -73,6 +73,11 @@ def test_vllm_on_a_cpu() -> None:
     assert (told.memory.pinned, told.memory.kv_tokens) == (True, 93_184)
 
 
+def test_of_a_server_that_did_not_start_its_build_is_known() -> None:
+    assert read_start_log("", "vllm", {}, version="0.32.0+cpu").flags["max_num_seqs"] == 128
+    assert read_start_log("", "vllm", {}, version="0.32.0").flags["max_num_seqs"] == 256
+
+
 def test_vllm_on_a_large_gpu_has_more_sequences_by_default() -> None:
     told = read_start_log(VLLM_GPU, "vllm", {})
     assert (told.flags["max_num_batched_tokens"], told.flags["max_num_seqs"]) == (8192, 1024)
