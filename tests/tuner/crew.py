@@ -51,14 +51,15 @@ class Diary(Observer):
 
 
 class Victim(AnalyticTarget):
-    """Comes to a halt in the middle of the load that ``halts`` picks, and says so in ``marker``."""
+    """Comes to a halt in the first load that ``halts`` picks, until ``marker``, which says so, is removed."""
 
     def __init__(self, marker: Path, halts: Callable[[Mapping[str, Any]], bool], **options: Any) -> None:
         super().__init__(run_fault=self._halt, **options)
-        self._marker, self._halts = marker, halts
+        self._marker, self._halts, self._halted = marker, halts, False
 
     def _halt(self, config: Mapping[str, Any]) -> None:
-        if self._halts(config) and not self._marker.exists():
+        if self._halts(config) and not self._halted:
+            self._halted = True
             self._marker.write_text(json.dumps(dict(config)))
             while self._marker.exists():
                 time.sleep(0.02)
