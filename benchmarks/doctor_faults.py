@@ -188,7 +188,7 @@ def run_simulated(out: Path, seconds: float, only: str, quick: bool) -> None:
 
 
 def simulated(setups: Sequence[Setup], seconds: float, directory: Path) -> list[Diagnosis]:
-    """Run them in virtual time, load what a Prometheus would have scraped into one, and diagnose from there."""
+    """Run them in virtual time, load what a Prometheus would have scraped, and diagnose from there."""
     loaded, ends, baselines = [], [], []
     for case, setup in enumerate(setups):
         before = setup.earlier and thinned(simulated_records(setup, setup.earlier, seconds, 2), seconds)

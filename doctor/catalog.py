@@ -66,7 +66,9 @@ METRICS: dict[str, Metric] = {
             "sglang:cache_hit_rate",
             combine="max",
         ),
-        _metric("preemptions", "counter", "vllm:num_preemptions_total"),
+        _metric(
+            "preemptions", "counter", "vllm:num_preemptions_total", "sglang:num_retracted_requests_total"
+        ),
         _metric("prompt_tokens", "counter", "vllm:prompt_tokens_total", "sglang:prompt_tokens_total"),
         _metric(
             "generation_tokens", "counter", "vllm:generation_tokens_total", "sglang:generation_tokens_total"
@@ -78,7 +80,7 @@ METRICS: dict[str, Metric] = {
             "vllm:gpu_prefix_cache_queries_total",
         ),
         _metric("prefix_hits", "counter", "vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
-        _metric("finished", "counter", "vllm:request_success_total"),
+        _metric("finished", "counter", "vllm:request_success_total", "sglang:num_requests_total"),
         _metric("drafts", "counter", "vllm:spec_decode_num_drafts_total"),
         _metric("draft_tokens", "counter", "vllm:spec_decode_num_draft_tokens_total"),
         _metric("accepted_tokens", "counter", "vllm:spec_decode_num_accepted_tokens_total"),
@@ -91,6 +93,7 @@ METRICS: dict[str, Metric] = {
             "vllm:inter_token_latency_seconds",
             "vllm:time_per_output_token_seconds",
             "sglang:inter_token_latency_seconds",
+            "sglang:time_per_output_token_seconds",
         ),
         _metric("tpot", "histogram", "vllm:request_time_per_output_token_seconds"),
         _metric("e2e", "histogram", "vllm:e2e_request_latency_seconds", "sglang:e2e_request_latency_seconds"),
@@ -99,6 +102,7 @@ METRICS: dict[str, Metric] = {
             "histogram",
             "vllm:request_queue_time_seconds",
             "vllm:time_in_queue_requests",
+            "sglang:queue_time_seconds",
         ),
         _metric("prefill_time", "histogram", "vllm:request_prefill_time_seconds"),
         _metric("decode_time", "histogram", "vllm:request_decode_time_seconds"),
