@@ -211,7 +211,7 @@ FAULTS = (
         "speculation-preempts",
         {"speculative_config": "down"},
         setup(
-            _chat(16, 64, 64),
+            _chat(24, 40, 120),
             engine={"speculative_config": _NGRAM, "num_gpu_blocks_override": 132, "max_model_len": 2048},
         ),
         tuple(
@@ -225,9 +225,9 @@ FAULTS = (
                 acceptance=0.8,
             )
             for load, blocks in (
-                (_chat(128, 40, 24), 4 * 128 + 5),  # whole blocks: it is the drafts' slots that need more
-                (_chat(64, 100, 60), 10 * 64 + 5),
-                (_chat(192, 24, 24), 3 * 192 + 5),
+                (_chat(128, 60, 150), 1500),  # short contexts, of which the drafts' slots are a large part
+                (_chat(96, 50, 120), 800),
+                (_chat(192, 80, 140), 2000),
             )
         ),
         also=frozenset({"kv-pressure"}),

@@ -44,8 +44,8 @@ _PERIODIC = re.compile(
 )
 """V1 puts deferred requests, KV loads and preemptions, where there are any, between queue and KV usage."""
 _PREEMPTIONS = re.compile(r"Preemptions: (\d+)")
-"""V1's, of the interval. Where one line has them, the lines without had none. vLLM 0.32 sets the count back before
-it prints it, so that no line has them; the bundled engine's do."""
+"""V1's, of the interval. Where one line has them, the lines without had none. vLLM 0.32 sets the count back
+before it prints it, so that no line has them; the bundled engine's do."""
 _HALF_A_YEAR_MS = 180 * 86_400_000
 _HIT_RATE = re.compile(r"(?<!External )[Pp]refix cache hit rate: (?:GPU: )?([\d.]+)%")
 _DRAFTS = (
