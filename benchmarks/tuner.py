@@ -177,7 +177,7 @@ class Row:
         yield f"{statistics.mean(score.infeasible for score in self.scores):.1f}"
         yield f"{statistics.mean(score.launches for score in self.scores):.0f}"
         yield _number(self.median("seconds"))
-        yield f"{sum(score.recommended for score in self.scores)}"
+        yield f"{sum(score.recommended for score in self.scores)} of {len(self.scores)}"
         yield "n/a" if math.isnan(self.false_share) else f"{self.false_share:.0%}"
 
 
@@ -214,14 +214,14 @@ def print_ratios(by_problem: Mapping[str, Sequence[Row]]) -> None:
     for problem, rows in by_problem.items():
         rivals = [row for row in rows if row.method in RIVALS]
         if not rivals:
-            return
+            continue
         best = min(rivals, key=lambda row: row.typical_seconds)
         ratios = {row.method: row.typical_seconds / best.typical_seconds for row in rows}
         for name, ratio in ratios.items():
             logs[name].append(math.log(ratio))
         shown = (f"{ratios[name]:.2f}" if name in ratios else "" for name in methods)
         lines.append((problem, f"{best.method} {best.typical_seconds:.0f}", *shown))
-    means = (f"{math.exp(statistics.mean(logs[name])):.2f}" for name in methods)
+    means = (f"{math.exp(statistics.mean(logs[name])):.2f}" if logs[name] else "" for name in methods)
     lines.append(("geometric mean", "", *means))
     print_lines("", lines)
 
@@ -269,6 +269,12 @@ def read_scores(path: Path | None) -> dict[tuple[str, str, int], Score]:
     return {(score.problem, score.method, score.seed): score for score in scores}
 
 
+def append_score(path: Path | None, score: Score) -> None:
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(score)) + "\n")
+
+
 def chosen(names: Sequence[str], words: str) -> list[str]:
     """Those that contain one of the words, or all."""
     wanted = [word.strip().lower() for word in words.split(",") if word.strip()]
@@ -289,6 +295,7 @@ def main(words: Sequence[str] | None = None) -> None:
         type=Path,
         help="keep every search's score here; those that are there already are not searched again",
     )
+    parser.add_argument("--report", action="store_true", help="print what --out holds, and search nothing")
     given = parser.parse_args(words)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     noise = Noise.read(given.noise)
@@ -302,12 +309,13 @@ def main(words: Sequence[str] | None = None) -> None:
         for method in methods:
             scores = []
             for seed in range(3 if given.quick else given.seeds):
-                score = done.get((problem.name, method, seed)) or found.run(method, seed, noise)
-                if given.out and (problem.name, method, seed) not in done:
-                    with given.out.open("a") as file:
-                        file.write(json.dumps(asdict(score)) + "\n")
-                scores.append(score)
-            rows.append(Row(method, scores))
+                score = done.get((problem.name, method, seed))
+                if score is None and not given.report:
+                    score = found.run(method, seed, noise)
+                    append_score(given.out, score)
+                scores += [score] if score else []
+            if scores:
+                rows.append(Row(method, scores))
         by_problem[problem.name] = rows
         print_rows(describe(found.truth), rows)
     print_ratios(by_problem)
