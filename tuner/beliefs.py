@@ -22,7 +22,7 @@ from tuner.gp import Array, GaussianProcess, Points, fit
 from tuner.prior import Prior
 from tuner.result import Measurement, Reading, TrialResult
 from tuner.slo import Objective, RelativeBound
-from tuner.space import Axis, Config, Space, Value
+from tuner.space import Axis, Config, Space, Value, config_key
 from tuner.strategy import History
 
 SLACK = 0.05
@@ -35,6 +35,8 @@ TRUST = 0.5
 """Of a reading's own interval, how much is noise between configs: they are measured on equal requests."""
 FAR = 1.5
 """Logarithms further than this beyond a bound are all alike: far."""
+DOUBT, HEAD_START = 0.7, 3
+"""A prior's greatest weight, and how many trials its good name counts for."""
 BROKEN = 0.3
 """Chance that a server serves although the prior says that its memory does not suffice."""
 
@@ -124,6 +126,23 @@ class Beliefs:
         failed = [(p.config, p.failure) for p in self.prior.known.values() if p.failure] if self.prior else []
         crashes = Crashes(self.history.space, failed, [r.config for r in self._told])
         return np.array([math.log(BROKEN) if crashes.forbids(config) else 0.0 for config in configs])
+
+    def prior_weight(self) -> float:
+        """What the prior has earned: DOUBT at first, then the rank correlation of its objective with the
+        measured one, as more and more trials tell.
+        """
+        assert self.prior is not None, "only a prior has a weight"
+        figure, known = self.objective, self.prior.known
+        pairs = [
+            (figure.scaled(prediction.values[figure.name]), self._reading(r, figure)[0])
+            for r in self._told
+            if (prediction := known.get(config_key(r.config))) and figure.name in prediction.values
+        ]
+        ranks = [np.argsort(np.argsort(values)) for values in zip(*pairs, strict=True)]
+        if len(pairs) < 3 or len({y for _, y in pairs}) < 2:
+            return DOUBT
+        correlation = float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+        return min(DOUBT, max(1 - DOUBT, (HEAD_START + correlation * len(pairs)) / (HEAD_START + len(pairs))))
 
     def figures(self, x: Array) -> dict[str, float]:
         """What a config at ``x`` (1, d) is expected to measure, by the figure's name."""

@@ -7,6 +7,7 @@ it is refused without a launch. A pool of KV blocks that is too small is the sam
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
@@ -31,6 +32,8 @@ CAUSES: Mapping[str, Mapping[str, int]] = {
     "kv_cache_too_small": {**HUNGRY, "gpu_memory_utilization": -1, "max_model_len": +1},
 }
 """By the reason of a TargetFailed: the direction in which it gets worse."""
+NEXT_DOOR, REACH = 0.6, 2.0
+"""Chance to fail a rung away from what fails for certain, and the rungs over which it falls to a third."""
 _REASON = re.compile(rf"\b({'|'.join(CAUSES)}|killed)\b")
 
 
@@ -51,7 +54,7 @@ class Crashes:
         self, space: Space, failed: Iterable[tuple[Config, str]], served: Iterable[Config] = ()
     ) -> None:
         self._space = space
-        good = [space.params(config) for config in served]
+        self._served = good = [space.params(config) for config in served]
         told = ((space.params(config), cause_of(reason), reason) for config, reason in failed)
         self._failed = [
             (params, cause, reason)
@@ -71,6 +74,31 @@ class Crashes:
             return ""
         params = self._space.params(config)
         return next((why for failed, cause, why in self._failed if self._worse(params, failed, cause)), "")
+
+    def chance(self, config: Config) -> float:
+        """That ``config`` serves, in a guess: smaller the fewer rungs it is from what would fail for certain.
+
+        1 where nothing failed for memory, and for what takes no more of it than a config that served.
+        """
+        params = self._space.params(config)
+        gaps = [
+            self._gap(params, failed, cause)
+            for failed, cause, _ in self._failed
+            if not any(self._worse(other, params, cause) for other in self._served)
+        ]
+        return 1.0 - NEXT_DOOR * math.exp((1 - min(gaps, default=math.inf)) / REACH)
+
+    def _gap(self, params: Mapping[str, Value], failed: Mapping[str, Value], cause: str) -> float:
+        """Rungs that ``params`` are better off than what failed, over all axes; infinite for another kind."""
+        gap = 0.0
+        for axis in self._space.axes:
+            value, than = params.get(axis.name), failed.get(axis.name)
+            direction = CAUSES[cause].get(axis.name)
+            if direction and isinstance(value, int) and isinstance(than, int):
+                gap += max(0, direction * (than - value))
+            elif not _no_better(value, than, direction):
+                return math.inf
+        return gap
 
     def _worse(self, params: Mapping[str, Value], than: Mapping[str, Value], cause: str) -> bool:
         """Whether ``params`` are nowhere better off than ``than``."""

@@ -112,12 +112,12 @@ def fit(points: Points, y: Array, variances: Array | None = None) -> GaussianPro
         _loss, centre, args=(squares, target, fixed, centre, width), jac=True, method="L-BFGS-B",
         bounds=[(c - 3 * w, c + 3 * w) for c, w in zip(centre, width, strict=True)], options=SEARCH,
     )  # fmt: skip
-    lengths, amplitude, noise = np.exp(best.x[:-2]), math.exp(best.x[-2]), math.exp(best.x[-1])
-    kernel = amplitude**2 * _matern(points.x, points.x, lengths) + fixed + noise**2 * np.eye(len(y))
+    lengths, height, noise = np.exp(best.x[:-2]), math.exp(best.x[-2]), math.exp(best.x[-1])
+    kernel = height**2 * _matern(points.x, points.x, lengths) + fixed + noise**2 * np.eye(len(y))
     factor = cho_factor(kernel, lower=True)
     weights = cho_solve(factor, target)
     slope = 0.0 if phi is None else 1.0 + SLOPE**2 / scale * float(phi @ weights)
-    return GaussianProcess(points, lengths, amplitude, noise, slope, mean, scale, factor, weights)
+    return GaussianProcess(points, lengths, height, noise, slope, mean, scale, factor, weights)
 
 
 def _matern(a: Array, b: Array, lengths: Array) -> Array:

@@ -29,6 +29,8 @@ POOL = 4096
 """Configs that are weighed: a whole space of so many, else a random part and the best one's neighbours."""
 SIMPLER = 0.02
 """By how much (in logarithm) a change must raise the expected improvement to be worth it."""
+WORTH = 0.04
+"""The least improvement (in logarithm) that is worth a launch: else knobs without effect look promising."""
 SURE = 0.8
 """Chance of holding every bound from which on the objective decides what is best."""
 TIE = 0.02
@@ -107,10 +109,23 @@ class ModelStrategy(Strategy):
         return self._held[1]
 
     def _scores(self, history: History, pool: Sequence[Config], x: Array) -> Array:
+        """Logarithms of what a trial of each is expected to gain.
+
+        A prior and none are averaged, by how much the prior has earned: where a wrong one sees nothing to
+        gain any more, or no chance, the search goes on as if there were none.
+        """
         beliefs = self.beliefs(history)
         changes = np.array([len(history.space.changes(config)) for config in pool])
-        chance = beliefs.log_feasible(x) + beliefs.log_serves(pool)
-        return self._log_gain(history, beliefs, x) + chance - SIMPLER * changes
+        crashes = Crashes.learnt(history.space, history.results)
+        serves = np.log([crashes.chance(config) for config in pool])
+        gain = self._log_gain(history, beliefs, x) + beliefs.log_feasible(x)
+        if self.prior:
+            plain, weight = Beliefs(history), beliefs.prior_weight()
+            without = self._log_gain(history, plain, x) + plain.log_feasible(x)
+            gain = np.logaddexp(
+                math.log(weight) + gain + beliefs.log_serves(pool), math.log(1 - weight) + without
+            )
+        return gain + serves - SIMPLER * changes
 
     def _log_gain(self, history: History, beliefs: Beliefs, x: Array) -> Array:
         """Logarithm of the expected improvement; flat while nothing is feasible."""
@@ -118,7 +133,7 @@ class ModelStrategy(Strategy):
         if history.best is None:
             return -0.1 * mean
         best = beliefs.expected(encode(history.space, [history.best.config]))[0][0]
-        z = (best - mean) / deviation
+        z = (best - WORTH - mean) / deviation
         improvement = deviation * (z * ndtr(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
         return np.log(np.maximum(improvement, 1e-300))
 
