@@ -419,8 +419,9 @@ def _measured(calibrating: Callable[[str], None] | None) -> StepTimes:
 
 
 def measure_steps() -> StepTimes:
-    """Step times of the bundled model's server on this machine, by its own step log under a load of all kinds,
-    so that the processes that share the cores with it are in them. Some 40 s; leave the machine alone.
+    """Step times of the bundled model's server on this machine, by its step log under a load of all kinds.
+
+    The processes that share the cores with it are in them. Some 40 s; leave the machine alone.
 
     Raises ValueError where the ``engine`` extra is missing, or the server fails.
     """
