@@ -342,8 +342,8 @@ def test_an_unknown_end_is_told_by_its_last_error_not_by_what_follows() -> None:
             "model_not_found",
         ),
         (
-            "WARNING 11-29 [system_utils.py:255] This can cause fd limit errors like `OSError: [Errno 24] Too "
-            "many open files`\nWARNING [core_client.py:817] [shutdown] MPClient: engine core exited "
+            "WARNING 11-29 [system_utils.py:255] This can cause fd limit errors like `OSError: [Errno 24] "
+            "Too many open files`\nWARNING [core_client.py:817] [shutdown] MPClient: engine core exited "
             "unexpectedly; starting cleanup\nvllm.v1.engine.exceptions.EngineDeadError: EngineCore "
             "encountered an issue. See stack trace (above) for the root cause.\nINFO: Shutting down",
             0,
