@@ -2,8 +2,15 @@
 
 import os
 
+from hypothesis import settings
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # What the tests test is the same everywhere; benchmarks/gpu.py is for a GPU.
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+settings.register_profile(
+    "vtune", deadline=None, derandomize=True
+)  # the same examples each time, however long
+settings.load_profile("vtune")

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 from tuner.result import TrialResult
-from tuner.space import DRAFTS, Config, Space, Value
+from tuner.space import DRAFTS, SPECULATION, Config, Space, Value
 
 HUNGRY: Mapping[str, int] = {
     "max_num_batched_tokens": +1,
     "max_num_seqs": +1,
     DRAFTS: +1,
+    f"{SPECULATION}.prompt_lookup_min": 0,
+    f"{SPECULATION}.prompt_lookup_max": 0,
     "block_size": 0,
     "long_prefill_token_threshold": 0,
     "max_num_partial_prefills": 0,
@@ -34,6 +36,8 @@ CAUSES: Mapping[str, Mapping[str, int]] = {
 """By the reason of a TargetFailed: the direction in which it gets worse."""
 NEXT_DOOR, REACH = 0.6, 2.0
 """Chance to fail a rung away from what fails for certain, and the rungs over which it falls to a third."""
+OTHERWISE = 2
+"""Rungs that a difference counts for whose effect on memory nobody told."""
 _REASON = re.compile(rf"\b({'|'.join(CAUSES)}|killed)\b")
 
 
@@ -88,16 +92,16 @@ class Crashes:
         ]
         return 1.0 - NEXT_DOOR * math.exp((1 - min(gaps, default=math.inf)) / REACH)
 
-    def _gap(self, params: Mapping[str, Value], failed: Mapping[str, Value], cause: str) -> float:
-        """Rungs that ``params`` are better off than what failed, over all axes; infinite for another kind."""
-        gap = 0.0
+    def _gap(self, params: Mapping[str, Value], failed: Mapping[str, Value], cause: str) -> int:
+        """Rungs that ``params`` are better off than what failed, over all axes."""
+        gap = 0
         for axis in self._space.axes:
             value, than = params.get(axis.name), failed.get(axis.name)
             direction = CAUSES[cause].get(axis.name)
             if direction and isinstance(value, int) and isinstance(than, int):
                 gap += max(0, direction * (than - value))
             elif not _no_better(value, than, direction):
-                return math.inf
+                gap += OTHERWISE
         return gap
 
     def _worse(self, params: Mapping[str, Value], than: Mapping[str, Value], cause: str) -> bool:
@@ -110,6 +114,8 @@ class Crashes:
 
 
 def _no_better(value: Any, than: Any, direction: int | None) -> bool:
+    if direction == 0:
+        return True
     if direction is None or value is None or than is None:
         return bool(value == than)
-    return direction == 0 or bool(direction * (value - than) >= 0)
+    return bool(direction * (value - than) >= 0)

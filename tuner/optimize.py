@@ -142,7 +142,7 @@ class Optimizer:
         if not self.begun:
             return Outcome("interrupted", "Interrupted before the baseline was measured", "interrupted")
         best = self.study.best()
-        found = "nothing is measured yet"
+        found = "nothing that was measured holds the SLO" if self.launched() else "nothing is measured yet"
         if best is not None:
             changes = describe_changes(self.study.space.changes(best.config)) or "your own config"
             found = f"best so far, not confirmed: {changes} ({describe_trial(best, self.slo.objective)})"

@@ -73,10 +73,10 @@ def test_what_a_killed_worker_was_measuring_is_measured_elsewhere(crew_in, fresh
     crew = crew_in(fresh)
     crew.start("victim", Victim(tmp_path / "halted", not_the_baseline))
     wait_for(tmp_path / "halted")
-    for number in range(3):
-        crew.start(f"w{number}")
     crew.kill("victim")
     crew.bury("victim")
+    for number in range(3):
+        crew.start(f"w{number}")
     crew.finish("w0", "w1", "w2")
     crew.assert_each_config_was_measured_once(trials=3)
     assert len(crew.verdicts()) == 1
