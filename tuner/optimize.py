@@ -57,6 +57,8 @@ from tuner.workers import Crew
 FALLBACK_CONTEXT = 4096
 """Context length assumed where the baseline does not come up to be asked."""
 PROBE_TOKENS = 1024
+MAX_CONFIRMED = 3
+"""Candidates that are confirmed, one after the other, where the budget lasts."""
 MAX_FAILURES = 5
 """When nothing has served after so many launches, nothing will."""
 DEFAULT_RUNNING = 16
@@ -534,10 +536,12 @@ class Optimizer:
         if baseline.status == "failed":
             return unconfirmed(first, baseline, space, self.slo, ended)
         self.observer.phase("confirmation")
-        outcome = self._confirmed(first, baseline, ended)
-        if outcome.kind != "better" and (second := self._second(first)):
+        candidate, outcome = first, self._confirmed(first, baseline, ended)
+        for _ in range(MAX_CONFIRMED - 1):
+            if outcome.kind == "better" or (safer := self._safer(candidate)) is None:
+                break
             self.observer.note(f"{outcome.sentence}. There is time for the next best")
-            outcome = self._confirmed(second, baseline, ended)
+            candidate, outcome = safer, self._confirmed(safer, baseline, ended)
         return outcome
 
     def _worth_confirming(self, candidate: TrialResult, baseline: TrialResult) -> bool:
@@ -551,13 +555,13 @@ class Optimizer:
         overlap = theirs.low < ours.high if objective.direction == "minimize" else theirs.high > ours.low
         return overlap and theirs.value != ours.value
 
-    def _second(self, first: TrialResult) -> TrialResult | None:
-        """The next candidate that is safer than ``first``, if there is time to confirm it too."""
+    def _safer(self, refused: TrialResult) -> TrialResult | None:
+        """The next candidate that keeps more distance to the bounds, if there is time to confirm it too."""
         assert self.plan is not None, "the confirmation follows the plan"
         if self.job.budget is not None and self.clock.spent + self.plan.confirm_seconds > self.job.budget:
             return None
         others = self.study.candidates()[1:]
-        safer = (r for r in others if r.slack >= first.slack + SLACK and self.study.space.changes(r.config))
+        safer = (r for r in others if r.slack >= refused.slack + SLACK and self.study.space.changes(r.config))
         return next(safer, None)
 
     def _confirmed(self, best: TrialResult, baseline: TrialResult, ended: str) -> Outcome:

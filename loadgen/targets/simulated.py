@@ -218,7 +218,7 @@ class SimulatedTarget(Target):
         yield OpenSimulation(self, simulation, [_Door(server) for server in servers])
 
     def launch_command(self, config: Mapping[str, Any]) -> str:
-        program = "vtune" if self.name == PREFIX + HERE else "vllm"
+        program = "vtune" if self._model_name == HERE else "vllm"
         return shlex.join([program, "serve", self.served_name, *render(config)])
 
 
