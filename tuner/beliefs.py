@@ -210,17 +210,24 @@ class Beliefs:
         """(the figure over a whole run, its own variance)."""
         assert result.measurement is not None
         reading = result.measurement.reading(figure.metric, figure.cls)
-        y, variance = self._absolute(figure, reading.value), _variance(reading)
+        y, variance = self._absolute(figure, self._value(result.measurement, figure)), _variance(reading)
         if result.status == "measured":
             return y, variance
         shift, spread = self._short_to_whole(figure)
         return y + shift, variance + spread
 
+    def _value(self, measurement: Measurement, figure: Figure) -> float:
+        """Of the objective the worse end of its interval: a tail can be short by luck, when just fewer stalls
+        than its share fell into the run, and its interval then reaches up to the stalls.
+        """
+        reading = measurement.reading(figure.metric, figure.cls)
+        return reading.worse_end(figure.sign) if figure == self.objective else reading.value
+
     def _short_to_whole(self, figure: Figure) -> tuple[float, float]:
         """(median, variance) of what the whole measurement adds to the short rung, where both are known."""
 
         def scaled(measurement: Measurement) -> float:
-            return figure.scaled(measurement.value(figure.metric, figure.cls))
+            return figure.scaled(self._value(measurement, figure))
 
         both = [(r.short, r.measurement) for r in self._told if r.status == "measured"]
         added = [scaled(whole) - scaled(short) for short, whole in both if short and whole]

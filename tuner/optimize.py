@@ -57,6 +57,10 @@ from tuner.workers import Crew
 FALLBACK_CONTEXT = 4096
 """Context length assumed where the baseline does not come up to be asked."""
 PROBE_TOKENS = 1024
+FEW = 10
+"""Trials below which a practitioner's starting point is tried also where a prior knows better."""
+PRESCRIBED_SHARE = 4
+"""Of the trials, one in so many may be the doctor's, and one in any case."""
 MAX_CONFIRMED = 3
 """Candidates that are confirmed, one after the other, where the budget lasts."""
 MAX_FAILURES = 5
@@ -395,8 +399,11 @@ class Optimizer:
     def _search(self) -> str:
         """Trials until there is a reason to stop, which is returned."""
         with self.crew.turn(self.study):
-            starts = itertools.islice(self._starting_points(), self.study.strategy.starts)
-            for flags, why in (*self._prescribed(), *starts):
+            left = self._trials_left()
+            number = self.study.strategy.starts or int(left < FEW)
+            starts = itertools.islice(self._starting_points(), number)
+            most = max(1, left // PRESCRIBED_SHARE)
+            for flags, why in (*itertools.islice(self._prescribed(), most), *starts):
                 self.study.enqueue(flags, why)
         while True:
             with self.crew.turn(self.study):

@@ -71,11 +71,17 @@ class SimulatedPrior(Prior):
                 runs = [Run(server.run(schedule), span(schedule)) for schedule in self._schedules]
         except TargetFailed as failure:
             return Prediction(config, failure=f"{failure.reason}: {failure.detail}")
-        readings = measure(runs, self._slo).readings
-        return Prediction(config, {name: reading.value for name, reading in readings.items()})
+        readings, objective = measure(runs, self._slo).readings, self._slo.objective
+        values = {name: reading.value for name, reading in readings.items()}
+        sign = 1 if objective.direction == "minimize" else -1
+        values[objective.name] = readings[objective.name].worse_end(sign)  # as trials are judged by it
+        return Prediction(config, values)
 
 
 AUTO, NONE = "auto", "none"
+ACCEPTANCE = 0.1
+"""Of drafts, unless somebody measures it: prompts that are drawn repeat little, and a prior that promises
+much of drafts spends launches on them."""
 
 
 def make_simulator(
@@ -100,7 +106,7 @@ def make_simulator(
     if name == PREFIX + HERE:
         return lambda: _own(model, note)
     try:
-        made = SimulatedTarget(PREFIX + name.removeprefix(PREFIX), model)
+        made = SimulatedTarget(PREFIX + name.removeprefix(PREFIX), model, acceptance=ACCEPTANCE)
     except ValueError as error:
         raise PriorError(f"--prior {name}: {error}") from None
     return lambda: made
@@ -108,7 +114,7 @@ def make_simulator(
 
 def _own(model: str, note: Callable[[str], None]) -> Target | None:
     try:
-        return SimulatedTarget(PREFIX + HERE, model, calibrating=note)
+        return SimulatedTarget(PREFIX + HERE, model, acceptance=ACCEPTANCE, calibrating=note)
     except (ValueError, ImportError) as error:
         note(f"no prior: {error}")
         return None

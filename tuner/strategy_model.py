@@ -27,7 +27,7 @@ from tuner.strategy import History, Strategy, Suggestion
 
 POOL = 4096
 """Configs that are weighed: a whole space of so many, else a random part and the best one's neighbours."""
-SIMPLER = 0.02
+SIMPLER = 0.1
 """By how much (in logarithm) a change must raise the expected improvement to be worth it."""
 WORTH = 0.04
 """The least improvement (in logarithm) that is worth a launch: else knobs without effect look promising."""
