@@ -155,7 +155,8 @@ def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start, run, tmp_path):
     stdout, _ = process.communicate(timeout=30)
     stderr = (tmp_path / "stderr").read_text()
     assert process.returncode == 130
-    assert "Interrupted; best so far" in stdout
+    said = ("best so far", "nothing that was measured holds the SLO")  # a busy machine may miss it
+    assert stdout.startswith(tuple(f"Interrupted; {what}" for what in said))
     assert "go on with: vtune optimize --study s --out out" in stderr
     assert "Traceback" not in stderr
     assert json.loads((tmp_path / "out" / "report.json").read_text())["verdict"] == "interrupted"

@@ -60,7 +60,7 @@ def test_four_workers_measure_each_config_once_and_agree(crew_in, fresh):
     for number in range(4):
         crew.start(f"w{number}", AnalyticTarget(run_fault=slow))
     crew.finish()
-    crew.assert_each_config_was_measured_once(trials=3)
+    crew.assert_each_config_was_measured_once(trials=4)
     assert len(crew.verdicts()) == 1
     assert "confirmed on fresh runs" in crew.verdicts().pop()
     assert len(crew.confirmers()) == 1
@@ -78,7 +78,7 @@ def test_what_a_killed_worker_was_measuring_is_measured_elsewhere(crew_in, fresh
     for number in range(3):
         crew.start(f"w{number}")
     crew.finish("w0", "w1", "w2")
-    crew.assert_each_config_was_measured_once(trials=3)
+    crew.assert_each_config_was_measured_once(trials=4)
     assert len(crew.verdicts()) == 1
     again = [t for t in crew.trials() if t.user_attrs.get("deaths")]
     assert [t.user_attrs["deaths"] for t in again] == [1]
@@ -101,7 +101,7 @@ def test_a_baseline_whose_worker_died_is_measured_by_one_of_those_that_wait(crew
     crew.kill("victim")
     crew.bury("victim")
     crew.finish("w0", "w1")
-    crew.assert_each_config_was_measured_once(trials=3)
+    crew.assert_each_config_was_measured_once(trials=4)
     assert len(crew.verdicts()) == 1
 
 
@@ -121,7 +121,7 @@ def test_workers_outlast_a_database_that_restarts(crew_in, fresh, database, tmp_
         time.sleep(0.05)
     database.start()
     crew.finish()
-    crew.assert_each_config_was_measured_once(trials=3)
+    crew.assert_each_config_was_measured_once(trials=4)
     assert len(crew.verdicts()) == 1
     assert "the database answers again" in crew.diary("w0")
 
@@ -138,7 +138,7 @@ def test_one_that_was_taken_for_dead_goes_on_and_nothing_counts_twice(crew_in, f
     (tmp_path / "halted").unlink()
     os.kill(sleeper.pid, signal.SIGCONT)
     crew.finish("sleeper")
-    crew.assert_each_config_was_measured_once(trials=3)
+    crew.assert_each_config_was_measured_once(trials=4)
     assert len(crew.verdicts()) == 1
     assert "took this one for dead" in crew.diary("sleeper")
 
@@ -148,7 +148,7 @@ def test_two_workers_started_at_once_on_one_machine(crew_in, tmp_path):
     for number in range(2):
         crew.start(f"w{number}", AnalyticTarget(run_fault=slow))
     crew.finish()
-    crew.assert_each_config_was_measured_once(trials=3)
+    crew.assert_each_config_was_measured_once(trials=4)
     assert len(crew.verdicts()) == 1
     assert len(crew.confirmers()) == 1
 
