@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shapes import shape
 from engine.virtual import Simulation
 from loadgen.arrivals import Arrival, ClosedLoop, Constant, Poisson
 from loadgen.record import Records
@@ -21,76 +22,14 @@ Flags = Mapping[str, Any]
 REQUESTS = 1500
 """Of an open loop: enough for a P99."""
 
-_LLAMA = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16", "vocab_size": 128_256}
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "7B": {
-        **_LLAMA,
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 11_008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 16_384,
-    },
-    "8B": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14_336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 40_960,
-    },
-    # These two have the same layers but for their experts: one matrix as wide as all of them together.
-    "13B": {
-        **_LLAMA,
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 28_672,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32_768,
-    },
-    "8x7B": {
-        **_LLAMA,
-        "vocab_size": 32_000,
-        "hidden_size": 4096,
-        "intermediate_size": 114_688,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32_768,
-    },
-    "70B": {
-        **_LLAMA,
-        "hidden_size": 8192,
-        "intermediate_size": 28_672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32_768,
-    },
-    # Falcon's two matrices of 4 x hidden, as three of a gated layer with as many parameters.
-    "180B": {
-        **_LLAMA,
-        "vocab_size": 65_024,
-        "hidden_size": 14_848,
-        "intermediate_size": 39_552,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 232,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 32_768,
-    },
-}
-"""Shapes of the models that the claims are about."""
+CONTEXTS = {"7B": 16_384, "8B": 40_960}
+"""Tokens, where a claim needs others than OTHERWISE."""
+OTHERWISE = 32_768
 
 
 @dataclass(frozen=True)
 class Bed:
-    """``model`` (of SHAPES) on ``device`` (``h100`` …), with the flags that both sides of a claim share."""
+    """``model`` (of shapes.py) on ``device`` (``h100`` …), with the flags that both sides of a claim share."""
 
     model: str
     device: str
@@ -108,7 +47,9 @@ class Bed:
     def target(self) -> SimulatedTarget:
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "config.json"
-            path.write_text(json.dumps(SHAPES[self.model]), encoding="utf-8")
+            context = CONTEXTS.get(self.model, OTHERWISE)
+            config = shape(self.model, context, torch_dtype="bfloat16")
+            path.write_text(json.dumps(config), encoding="utf-8")
             return _SparseTarget(f"simulated:{self.device}", str(path), self.active, self.acceptance)
 
     def run(self, flags: Flags, schedule: Schedule) -> Run:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shapes import SHAPES
 from engine.bundled import fetch_bundled
 from engine.calibrate import calibrate
 from engine.config import EngineConfig
@@ -37,7 +38,7 @@ def llama(**sizes: Any) -> ModelConfig:
 LLAMA_1B = llama(
     hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, head_dim=64, tie_word_embeddings=True
 )
-LLAMA_8B = llama(hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, head_dim=128)
+LLAMA_8B = llama(**SHAPES["8B"])
 
 
 @dataclass(frozen=True)

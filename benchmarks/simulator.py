@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import engine.virtual
-from benchmarks.laboratory import LLAMA_8B
+from benchmarks.shapes import shape
 from engine.core import make_scheduler
 from loadgen.arrivals import Arrival, ClosedLoop, Constant, Poisson
 from loadgen.record import Records
@@ -32,17 +32,7 @@ from loadgen.workload import Length, RequestClass, Schedule, Workload, preset
 CONTEXT = 32_768
 BUDGET = 8192
 PEER = Path(__file__).with_name("sched_sim_side.py")
-HF = {
-    "architectures": ["LlamaForCausalLM"],
-    "_name_or_path": "Llama-3.1-8B",
-    "vocab_size": LLAMA_8B.vocab_size,
-    "hidden_size": LLAMA_8B.hidden_size,
-    "intermediate_size": LLAMA_8B.intermediate_size,
-    "num_hidden_layers": LLAMA_8B.num_layers,
-    "num_attention_heads": LLAMA_8B.num_heads,
-    "num_key_value_heads": LLAMA_8B.num_kv_heads,
-    "max_position_embeddings": CONTEXT,
-}
+HF = shape("8B", CONTEXT, _name_or_path="Llama-3.1-8B")
 MODELLED = """\
 ours       vLLM V1's scheduler, rule for rule: chunked prefill, prefix cache by block hash, preemption,
            max_num_seqs. Block tables. Roofline with attention, host time and launch. A client's queues,

@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from benchmarks.shapes import SHAPES, shape
 from benchmarks.tuner_noise import TABLE
 from benchmarks.tuner_problems import CPU, MEASURED, THRESHOLD, Key, Problem, runs_out_of_memory
 from engine.step import StepOutput, StepPlan
@@ -43,27 +44,8 @@ is not asked of anybody."""
 ALIKE = 0.02
 """Pools whose sizes differ by no more are taken for one."""
 
-LLAMA_8B: Mapping[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 32_768,
-}
-MODELS: Mapping[str, Mapping[str, Any]] = {
-    "8B": LLAMA_8B,
-    "70B": {
-        **LLAMA_8B,
-        "hidden_size": 8192,
-        "intermediate_size": 28_672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
-}
-"""The shapes of Llama 3, with a context of 32,768 tokens."""
+CONTEXT = 32_768
+"""Of the models, in tokens."""
 CPU_TIMES = StepTimes(
     host=4e-4, host_per_sequence=2e-5, launch=3e-3, weights=6.5e-3, per_token=5e-4, per_row=2e-4,
     per_context=2e-7, per_pair=4.5e-8, source="docs/benchmarks.md, a step of the engine",
@@ -255,11 +237,11 @@ def _device(name: str) -> str:
 
 def _model_file(name: str) -> str:
     """The path of a config.json with the model's shape; "bundled" is itself."""
-    if name not in MODELS:
+    if name not in SHAPES:
         return name
     path = CACHE / name / "config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, [json.dumps(MODELS[name])])
+    write_atomically(path, [json.dumps(shape(name, CONTEXT))])
     return str(path)
 
 

@@ -23,10 +23,8 @@ from tuner.prior import Prior
 from tuner.result import Measurement, Reading, TrialResult
 from tuner.slo import Objective, RelativeBound
 from tuner.space import Axis, Config, Space, Value, config_key
-from tuner.strategy import History
+from tuner.strategy import SLACK, History
 
-SLACK = 0.05
-"""Relative distance to a bound that a config is wanted to keep."""
 STOPPED = 0.1
 """Standard deviation of a short rung's logarithm against the whole, where no trial tells."""
 UNKNOWN = 0.5

@@ -37,7 +37,7 @@ def cost(results: Sequence[TrialResult], spent_on: Mapping[str, float], total: f
 
     Where several workers measured at once, their trials take more than the whole and there is no rest.
     """
-    launched = [r for r in results if r.status in ("measured", "stopped", "failed")]
+    launched = [r for r in results if r.launched]
     booked = {
         purpose: spent_on.get(purpose, 0.0) + sum(r.seconds.get(purpose, 0.0) for r in launched)
         for purpose in PURPOSES

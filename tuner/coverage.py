@@ -44,7 +44,7 @@ class Coverage:
 
 def coverage(results: Sequence[TrialResult], space: Space) -> Coverage:
     """``results``: every trial of the study. The best config's neighbours stand for what is forbidden."""
-    launched = [r for r in results if r.status in ("measured", "stopped", "failed")]
+    launched = [r for r in results if r.launched]
     served = [r for r in launched if r.status != "failed"]
     refused = Counter(
         rule

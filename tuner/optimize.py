@@ -444,7 +444,7 @@ class Optimizer:
         return ""
 
     def _launched(self) -> list[TrialResult]:
-        return [r for r in self.study.results if r.status in ("measured", "stopped", "failed")]
+        return [r for r in self.study.results if r.launched]
 
     def _trials_left(self) -> int:
         """By number, other workers' included, and by the time that is left beside the confirmation's."""

@@ -99,7 +99,7 @@ def without_confirmation(
     results: Sequence[TrialResult], baseline: TrialResult, space: Space, slo: Slo, ended: str
 ) -> Outcome:
     """The outcome where no other config is worth a confirmation."""
-    launched = [r for r in results if r.status in ("measured", "stopped", "failed")]
+    launched = [r for r in results if r.launched]
     if baseline.feasible:
         tried = len(launched) - 1
         value = format_value(slo.objective.metric, baseline.value(slo.objective))

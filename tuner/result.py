@@ -92,6 +92,11 @@ class TrialResult:
     """Why the doctor could not judge the scrapes of a trial that served."""
 
     @property
+    def launched(self) -> bool:
+        """Whether a server was started for it, and something came of that."""
+        return self.status in ("measured", "stopped", "failed")
+
+    @property
     def feasible(self) -> bool:
         """Measured in full, and every bound held."""
         return self.status == "measured" and all(v <= 0 for v in self.violations.values())

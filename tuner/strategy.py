@@ -21,7 +21,6 @@ from tuner.space import Config, Space, Value, config_key
 
 BASELINE = "baseline"
 """The origin of the user's own config."""
-LAUNCHED = ("measured", "stopped", "failed")
 TIE = 0.1
 """Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
 SLACK = 0.05
@@ -54,7 +53,7 @@ class History:
 
     @property
     def launched(self) -> tuple[TrialResult, ...]:
-        return tuple(r for r in self.results if r.status in LAUNCHED)
+        return tuple(r for r in self.results if r.launched)
 
     @property
     def baseline(self) -> TrialResult | None:

@@ -152,10 +152,10 @@ class ModelStrategy(Strategy):
     def _encoded(self, space: Space, pool: Sequence[Config]) -> Array:
         """As ``encode``, each config but once: most are in the next pool again."""
         keys = [config_key(config) for config in pool]
+        if len(self._rows) > 10 * POOL:
+            self._rows = {}
         fresh = {key: config for key, config in zip(keys, pool, strict=True) if key not in self._rows}
         if fresh:
-            self._rows = {} if len(self._rows) > 10 * POOL else self._rows
-            fresh = {key: config for key, config in zip(keys, pool, strict=True) if key not in self._rows}
             self._rows |= dict(zip(fresh, encode(space, list(fresh.values())), strict=True))
         return np.array([self._rows[key] for key in keys])
 

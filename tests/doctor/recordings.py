@@ -9,23 +9,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.doctor_loads import HEALTHY
+from benchmarks.doctor_matrix import TRUTH as KNOWN
 from doctor.exposition import read_series_text, split_scrapes
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "scrapes"
 needs_recordings = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no recordings at {FOLDER}")
 
-TRUTH: dict[str, str | None] = {
-    "healthy-steady": None,
-    "spec-none": None,
-    "kv-starved": "kv-pressure",
-    "seq-cap": "seq-cap",
-    "overload": "overload",
-    "long-prefill-itl-spikes": "itl-spikes-long-prefill",
-    "long-prefill-small-chunks": "itl-spikes-long-prefill",
-    "small-budget-ttft": "prefill-slow",
-    "prefix-unshared": "prefix-misses",
-    "spec-ngram-bad": "speculation-loses",
-}
+TRUTH = {name: None if cause == HEALTHY else cause for name, cause in KNOWN.items()}
 """The true cause of each recording; None where nothing is wrong."""
 
 
