@@ -29,7 +29,7 @@ OTHERWISE = 32_768
 
 @dataclass(frozen=True)
 class Bed:
-    """``model`` (of shapes.py) on ``device`` (``h100`` …), with the flags that both sides of a claim share."""
+    """``model`` (of shapes.py) on ``device`` (``h100`` …), with the flags of both sides."""
 
     model: str
     device: str
