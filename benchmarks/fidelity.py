@@ -1,10 +1,12 @@
 """What the simulator says of the bundled engine, against what is measured on it: on configs it has not seen.
 
-    python -m benchmarks.fidelity measure DIR [--quick]    # 8 minutes of a machine that does nothing else
+    python -m benchmarks.fidelity measure DIR [--quick]    # 12 minutes of a machine that does nothing else
     python -m benchmarks.fidelity compare DIR
 
 ``measure`` learns the step times as ``simulated:bundled`` does, by the engine's step log under a load of its
-own. Then it serves every config and loads it over HTTP; one of the servers three times, for the spread.
+own. Then it serves every config and loads it over HTTP: twelve that were chosen (three servers, four loads)
+and a Sobol draw of 16 over the ranges of RANGES, a server each. One of the three servers is started and
+loaded at the beginning, in the middle and at the end: what it spreads by is what a measurement is worth here.
 ``compare`` simulates the same schedules under the same flags. Nothing is fitted to what is compared. Errors
 are of TTFT and ITL P50 and P95, all requests of a run; rho is Spearman's over the configs.
 """
@@ -14,21 +16,29 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 from scipy.stats import spearmanr
+from scipy.stats.qmc import Sobol
 
+from engine.step_log import read_step_log, step_line
+from engine.step_times import StepTimes
 from loadgen.arrivals import Arrival, ClosedLoop, Poisson
 from loadgen.record import Records
 from loadgen.targets.server import ServerTarget
-from loadgen.targets.simulated import SimulatedTarget, measure_steps
+from loadgen.targets.simulated import SimulatedTarget, fit_steps, measure_steps
 from loadgen.workload import Length, RequestClass, Schedule, Workload
 
-SERVERS = ((256, 16), (512, 8), (2048, 32))
-"""(max_num_batched_tokens, max_num_seqs)."""
+SERVERS = ((256, 16), (2048, 32))
 REPEATED = (512, 8)
+"""(max_num_batched_tokens, max_num_seqs)."""
+REPEATS = 3
+RANGES = {"budget": (64, 2048), "seqs": (2, 32), "clients": (1, 32), "prompt": (24, 400)}
+"""Of the configs that are drawn, evenly on a log scale: closed loops of so many clients."""
+DRAWN = 16
 VOCAB = 49_152
 METRICS = ("ttft_p50", "ttft_p95", "itl_p50", "itl_p95")
 GOAL, SPREADS = 0.09, 1.5
@@ -63,7 +73,8 @@ LOADS = {
 class Config:
     budget: int
     seqs: int
-    load: str
+    name: str
+    load: Load
 
     @property
     def flags(self) -> dict[str, int]:
@@ -71,26 +82,56 @@ class Config:
 
     @property
     def schedule(self) -> Schedule:
-        return LOADS[self.load].schedule(77 + self.budget)
+        return self.load.schedule(77 + self.budget)
 
     def file(self, folder: Path, repeat: int) -> Path:
-        return folder / f"{self.budget}-{self.seqs}-{self.load}-{repeat}.json"
+        return folder / f"{self.budget}-{self.seqs}-{self.name}-{repeat}.json"
 
 
-def configs(server: tuple[int, int]) -> Iterator[Config]:
-    return (Config(*server, load) for load in LOADS)
+def chosen(server: tuple[int, int]) -> list[Config]:
+    return [Config(*server, name, load) for name, load in LOADS.items()]
 
 
-def measure(folder: Path, servers: Sequence[tuple[int, int]]) -> None:
+def drawn() -> list[Config]:
+    low, high = np.log(list(RANGES.values())).T
+    points = np.exp(low + (high - low) * Sobol(len(RANGES), seed=0).random(DRAWN))
+    configs = []
+    for budget, seqs, clients, prompt in points.round().astype(int).tolist():
+        load = Load(ClosedLoop(clients), 16 + 2 * clients, (("drawn", 1, prompt, 0.5, 32),))
+        configs.append(Config(budget, seqs, f"{clients}x{prompt}", load))
+    return configs
+
+
+def servers(quick: bool) -> list[tuple[list[Config], int]]:
+    """What each server is loaded with, in this order, and which repeat of it that is."""
+    if quick:
+        return [(chosen(SERVERS[0]), 0)]
+    singles = [(configs, 0) for configs in (*([config] for config in drawn()), *map(chosen, SERVERS))]
+    gap = len(singles) // (REPEATS - 1)
+    for repeat in range(REPEATS):
+        singles.insert(repeat * (gap + 1), (chosen(REPEATED), repeat))
+    return singles
+
+
+def learnt(folder: Path) -> StepTimes:
+    """From what ``measure`` saw of the load that teaches."""
+    samples = read_step_log((folder / "calibration.steps").read_text())
+    return fit_steps(samples, [Records.load(file) for file in folder.glob("calibration-*.json")])
+
+
+def measure(folder: Path, quick: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "times.json").write_text(measure_steps().to_json() + "\n")
-    for server in servers:
-        target = ServerTarget.bundled()
-        with target.open(next(configs(server)).flags) as opened:
-            for repeat in range(3 if server == REPEATED else 1):
-                for config in configs(server):
-                    opened.run(config.schedule).save(config.file(folder, repeat))
-                    print(f"measured {config.file(folder, repeat)}", flush=True)
+    samples, runs = measure_steps()
+    (folder / "calibration.steps").write_text("".join(f"{step_line(sample)}\n" for sample in samples))
+    for number, run in enumerate(runs):
+        run.save(folder / f"calibration-{number}.json")
+    for configs, repeat in servers(quick):
+        log = configs[0].file(folder, repeat).with_suffix(".steps")
+        target = ServerTarget.bundled(env={"VTUNE_STEP_LOG": str(log)})
+        with target.open(configs[0].flags) as opened:
+            for config in configs:
+                opened.run(config.schedule).save(config.file(folder, repeat))
+                print(f"measured {config.file(folder, repeat)}", flush=True)
 
 
 def figures(records: Records) -> dict[str, float]:
@@ -105,13 +146,15 @@ def predict(target: SimulatedTarget, config: Config) -> dict[str, float]:
 
 def compare(folder: Path) -> bool:
     """Print the table. True: the goal is met."""
-    target = SimulatedTarget(f"simulated:{folder / 'times.json'}", "bundled")
+    times = folder / "times.json"
+    times.write_text(learnt(folder).to_json() + "\n")
+    target = SimulatedTarget(f"simulated:{times}", "bundled")
     print(f"{'budget seqs load':24}" + "".join(f"{metric + ' ms':>26}" for metric in METRICS))
     said: dict[str, list[float]] = {metric: [] for metric in METRICS}
     seen: dict[str, list[float]] = {metric: [] for metric in METRICS}
     spreads: dict[str, list[float]] = {metric: [] for metric in METRICS}
-    for config in (config for server in SERVERS for config in configs(server)):
-        files = [config.file(folder, repeat) for repeat in range(3) if config.file(folder, repeat).is_file()]
+    for config in (*(c for server in (*SERVERS, REPEATED) for c in chosen(server)), *drawn()):
+        files = [file for repeat in range(REPEATS) if (file := config.file(folder, repeat)).is_file()]
         if not files:
             continue
         runs = [figures(Records.load(file)) for file in files]
@@ -126,7 +169,7 @@ def compare(folder: Path) -> bool:
                 spreads[metric].append((max(values) - min(values)) / measured)
             cells.append(f"{measured:8.1f} {predicted[metric]:8.1f} {predicted[metric] / measured - 1:+7.1%}")
         print(
-            f"{config.budget:5} {config.seqs:4} {config.load:12}" + "".join(f"{cell:>26}" for cell in cells)
+            f"{config.budget:5} {config.seqs:4} {config.name:12}" + "".join(f"{cell:>26}" for cell in cells)
         )
     return verdict(said, seen, spreads)
 
@@ -161,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="fidelity-"))
     if options.act == "measure":
-        measure(folder, SERVERS[:1] if options.quick else SERVERS)
+        measure(folder, options.quick)
     raise SystemExit(0 if compare(folder) else 1)
 
 

@@ -76,8 +76,13 @@ class StepLog(RecordingRunner):
             core.runner = self
 
     def note(self, sample: StepSample) -> None:
-        line = json.dumps([*astuple(sample.load), sample.device_seconds, sample.host_seconds])
+        line = step_line(sample)
         os.write(self._file, f"{line}\n".encode())  # unbuffered: an engine's end may come at any moment
+
+
+def step_line(sample: StepSample) -> str:
+    """A step's line in a log."""
+    return json.dumps([*astuple(sample.load), sample.device_seconds, sample.host_seconds])
 
 
 def read_step_log(text: str) -> list[StepSample]:

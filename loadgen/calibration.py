@@ -46,17 +46,19 @@ class Wave:
 
 WARM_UP = Wave(4, 8, 8, [(64, 0.0, 1)])
 WAVES = (
-    Wave(1, 3, 24, [(40, 0.0, 1)]),
-    Wave(2, 4, 24, [(60, 0.0, 1)]),
-    Wave(4, 6, 24, [(80, 0.0, 1)]),
-    Wave(8, 12, 24, [(100, 0.0, 1)]),
-    Wave(16, 24, 24, [(60, 0.0, 1)]),
-    Wave(32, 48, 20, [(40, 0.0, 1)]),
+    Wave(1, 4, 32, [(40, 0.0, 1)]),
+    Wave(2, 6, 32, [(60, 0.0, 1)]),
+    Wave(4, 10, 32, [(80, 0.0, 1)]),
+    Wave(8, 16, 32, [(100, 0.0, 1)]),
+    Wave(12, 24, 24, [(150, 0.0, 1)]),
+    Wave(16, 32, 24, [(60, 0.0, 1)]),
+    Wave(24, 36, 24, [(60, 0.0, 1)]),
+    Wave(32, 64, 24, [(40, 0.0, 1)]),
     Wave(1, 8, 3, [(128, 0.0, 1), (350, 0.0, 1), (700, 0.0, 1), (1500, 0.0, 1)]),
     Wave(6, 9, 24, [(600, 0.0, 1)]),
     Wave(10, 30, 24, [(32, 0.5, 3), (900, 0.3, 1)]),
 )
-"""Decodes of few and many, short and long prompts, apart and mixed: half a minute on the bundled model."""
+"""Decodes of few and many, short and long prompts, apart and mixed: some 40 s on the bundled model."""
 
 
 def run(server: OpenTarget, vocab_size: int) -> Iterator[Records]:

@@ -23,7 +23,7 @@ from loadgen.workload import PlannedRequest, Schedule
 if TYPE_CHECKING:
     from engine.model_config import ModelConfig
     from engine.step import StepOutput, StepPlan
-    from engine.step_times import StepTimes
+    from engine.step_times import StepSample, StepTimes
     from engine.virtual import SimulatedServer, Simulation
     from loadgen.record import Records
     from loadgen.routing import Policy
@@ -413,20 +413,20 @@ def _measured(calibrating: Callable[[str], None] | None) -> StepTimes:
         return StepTimes.from_json(saved.read_text(encoding="utf-8"))
     if calibrating:
         calibrating(f"measuring the bundled model's steps on this machine, kept in {saved}")
-    times = measure_steps()
+    times = fit_steps(*measure_steps())
     write_atomically(saved, [times.to_json(), "\n"])
     return times
 
 
-def measure_steps() -> StepTimes:
-    """Step times of the bundled model's server on this machine, by its step log under a load of all kinds.
+def measure_steps() -> tuple[list[StepSample], list[Records]]:
+    """The steps of the bundled model's server on this machine, by its step log under a load of all kinds, and
+    what its client saw of them.
 
-    The processes that share the cores with it are in them. Some 40 s; leave the machine alone.
+    The processes that share the cores with it are in them. Some 45 s; leave the machine alone.
 
     Raises ValueError where the ``engine`` extra is missing, or the server fails.
     """
     from engine.step_log import read_step_log
-    from engine.step_times import fit_step_times
     from loadgen import calibration
     from loadgen.targets.server import ServerTarget
 
@@ -444,6 +444,14 @@ def measure_steps() -> StepTimes:
                 f"{PREFIX}{HERE} measures the bundled engine once, and that failed: {failure.detail}"
             ) from None
         samples = read_step_log(log.read_text(encoding="utf-8"))[cold:]
+    return samples, runs
+
+
+def fit_steps(samples: Sequence[StepSample], runs: Sequence[Records]) -> StepTimes:
+    """The step times that explain what was measured."""
+    from engine.step_times import fit_step_times
+    from loadgen import calibration
+
     entry, entry_per_token = calibration.entry(runs)
     times = fit_step_times(samples, f"{len(samples)} steps of the bundled server on this machine")
     return replace(times, entry=entry, entry_per_token=entry_per_token)
