@@ -14,7 +14,7 @@ from typing import Literal
 from doctor.expression import Expression, Lookup
 from doctor.reading import Number
 
-Unit = Literal["delay", "tokens"]
+Unit = Literal["delay", "tokens", "misplaced"]
 NEGLIGIBLE = 0.05
 """Requests held up, below which nothing is said."""
 _PACE = ("tpot_mean", "itl_mean")
@@ -24,11 +24,13 @@ _PACE = ("tpot_mean", "itl_mean")
 @dataclass(frozen=True)
 class Toll:
     """``delay``: request-seconds a second, which are the requests held up at any time. ``rate``: requests a
-    second among which these are shared; ``tokens``: output tokens lost a second. None: not known."""
+    second among which these are shared; ``tokens``: output tokens lost a second. None: not known.
+    ``misplaced``: the requests are on another engine than they should be, so that no one's delay is known."""
 
     delay: float | None
     rate: float | None = None
     tokens: float | None = None
+    misplaced: bool = False
 
     @property
     def per_request(self) -> float | None:
@@ -41,6 +43,8 @@ class Toll:
             return f"loses about {self.tokens:.0f} output tokens a second"
         if self.delay is None or self.delay < NEGLIGIBLE:
             return None
+        if self.misplaced:
+            return f"about {self.delay:.2g} requests on the wrong instance at any time"
         held = f"{self.delay:.2g} request{'' if 0.95 <= self.delay < 1.05 else 's'} held up at any time"
         each = self.per_request
         return f"costs about {each:.2g} s a request ({held})" if each is not None else f"about {held}"
@@ -48,7 +52,8 @@ class Toll:
 
 @dataclass(frozen=True)
 class Cost:
-    """A playbook's ``cost:``, in requests held up (``delay``) or in output tokens a second (``tokens``)."""
+    """A playbook's ``cost:``, in requests held up (``delay``), in output tokens a second (``tokens``), or in
+    requests that should be elsewhere, or here (``misplaced``)."""
 
     expression: Expression
     unit: Unit = "delay"
@@ -58,6 +63,8 @@ class Cost:
         amount = _point(self.expression.value(lookup))
         if amount is None:
             return None
+        if self.unit == "misplaced":
+            return Toll(amount, misplaced=True)
         rate = _point(lookup("request_rate"))
         if self.unit == "delay":
             return Toll(amount, rate)
@@ -70,7 +77,12 @@ def total(tolls: Iterable[Toll | None]) -> Toll | None:
     known = [toll for toll in tolls if toll is not None]
     if not known:
         return None
-    return Toll(*(_added([getattr(toll, name) for toll in known]) for name in ("delay", "rate", "tokens")))
+    return Toll(
+        delay=_added(toll.delay for toll in known),
+        rate=_added(toll.rate for toll in known),
+        tokens=_added(toll.tokens for toll in known),
+        misplaced=any(toll.misplaced for toll in known),
+    )
 
 
 def _added(values: Iterable[float | None]) -> float | None:

@@ -93,7 +93,7 @@ def _finding(book: Playbook, patient: Patient) -> Finding:
     return Finding(
         id=book.id,
         severity=book.severity,
-        title=book.title,
+        title=book.named(patient.lookup),
         instance=patient.name,
         model=patient.group.model_name,
         engine=patient.group.engine,

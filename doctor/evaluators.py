@@ -28,6 +28,7 @@ from doctor.signals import (
     Mean,
     MeanWhile,
     Node,
+    OfPeers,
     OnHost,
     OverTime,
     Quantile,
@@ -115,7 +116,7 @@ class Evaluator(ABC):
         numbers = self.numbers(node)
         readings: dict[Group, Reading] = {}
         for group in self.groups:
-            if isinstance(node, AgainstPeers) and not self._has_peers(group):
+            if isinstance(node, AgainstPeers | OfPeers) and not self._has_peers(group):
                 readings[group] = Missing(signal.name, "peers", "no second instance of this model")
             else:
                 readings[group] = numbers.get(group) or self._unobserved(signal.name, node, group)
@@ -202,6 +203,8 @@ class ScrapeEvaluator(Evaluator):
                 return _add([self.numbers(term) for term in terms])
             case AgainstPeers(of):
                 return _against_peers(self.numbers(of))
+            case OfPeers(of):
+                return _of_peers(self.numbers(of))
             case Half(of, which):
                 return self._half(which == "first").numbers(of)
             case OnHost(key, how):
@@ -279,6 +282,8 @@ class ScrapeEvaluator(Evaluator):
                 return rangefuncs.resets(values)
             case "last":
                 return float(values[-1])
+            case "count":
+                return float(len(values))
             case "min":
                 return float(values.min())
             case "max":
@@ -384,8 +389,23 @@ def _add(parts: Sequence[Numbers]) -> Numbers:
 
 
 def _against_peers(own: Numbers) -> Numbers:
+    means = {model: sum(values) / len(values) for model, values in _by_model(own).items()}
+    return {g: Number.exactly(n.point / means[g.model_name]) for g, n in own.items() if means[g.model_name]}
+
+
+def _of_peers(own: Numbers) -> Numbers:
+    """The mean of all others."""
+    beside = {model: (sum(values), len(values) - 1) for model, values in _by_model(own).items()}
+    return {
+        group: Number.exactly((total - number.point) / others)
+        for group, number in own.items()
+        for total, others in [beside[group.model_name]]
+        if others
+    }
+
+
+def _by_model(own: Numbers) -> dict[str, list[float]]:
     by_model: dict[str, list[float]] = {}
     for group, number in own.items():
         by_model.setdefault(group.model_name, []).append(number.point)
-    means = {model: sum(values) / len(values) for model, values in by_model.items()}
-    return {g: Number.exactly(n.point / means[g.model_name]) for g, n in own.items() if means[g.model_name]}
+    return by_model

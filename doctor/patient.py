@@ -62,10 +62,11 @@ class Patient:
     def excuses(self, missing: Iterable[Missing]) -> bool:
         """Whether a rule does not apply here, rather than being undecided.
 
-        There are no peers; or requests are so few and short that no scrape met one, and nothing builds up.
+        It compares with peers, and there are none; or requests are so few and short that no scrape met one,
+        and nothing builds up.
         """
         kinds = {item.kind for item in missing}
-        return kinds <= ({"peers", "empty"} if self._all_zero("running_max", "waiting_max") else {"peers"})
+        return "peers" in kinds or (kinds <= {"empty"} and self._all_zero("running_max", "waiting_max"))
 
     def _all_zero(self, *names: str) -> bool:
         known = [reading.point for name in names if isinstance(reading := self.readings[name], Number)]

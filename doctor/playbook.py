@@ -1,9 +1,11 @@
 """Playbooks: Markdown files whose front matter is the rule that the doctor runs.
 
 Keys: ``id title severity when for prescribe expect``; ``cost``, by which findings are ranked and which a
-page of severity info may lack (requests held up at any time, or ``{tokens: …}``, lost a second); and where
-wanted ``explains`` (findings that this one causes), ``show`` (more signals as evidence) and
-``reproduce``. A file that breaks the schema is refused with the file, the key and what to write instead.
+page of severity info may lack (requests held up at any time; or ``{tokens: …}``, lost a second; or
+``{misplaced: …}``, requests on the wrong instance); and where wanted ``titles`` (what a finding is called
+instead, ``if`` a condition holds), ``explains`` (findings that this one causes), ``show`` (more signals as
+evidence) and ``reproduce``. A file that breaks the schema is refused with the file, the key and what to write
+instead.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from doctor import expression
 from doctor.cost import Cost
 from doctor.expectation import parse_expectation
 from doctor.experiment import ExperimentError, Reproduction, read_reproduction
-from doctor.expression import All, AnyOf, Clause, Comparison, Expression, ExpressionError
+from doctor.expression import All, AnyOf, Clause, Comparison, Expression, ExpressionError, Lookup
 from doctor.flags import FLAG_NAMES
 from doctor.signals import SIGNALS
 from doctor.slo import NAMES as SLO_NAMES
@@ -57,7 +59,7 @@ def told_by(name: str) -> str | None:
 
 
 _REQUIRED = ("id", "title", "severity", "when", "for", "prescribe", "expect")
-_OPTIONAL = ("cost", "explains", "show", "reproduce", "refutes")
+_OPTIONAL = ("cost", "titles", "explains", "show", "reproduce", "refutes")
 _REMEDY_KEYS = frozenset({"set", "unset", "do", "needs", "because"})
 _DURATION = re.compile(r"[1-9]\d*[smh]")
 _TEXT_FLAGS = frozenset({"kv_cache_dtype", "scheduling_policy"})
@@ -101,6 +103,12 @@ class Playbook:
     prose: str
     refutes: str | None = None
     """The folklore that this page answers. Such a page may have no rule."""
+    titles: tuple[tuple[Clause, str], ...] = ()
+    """For symptoms with several faces: what a finding is called where a condition holds."""
+
+    def named(self, lookup: Lookup) -> str:
+        """What a finding on one engine is called."""
+        return next((title for case, title in self.titles if case.judge(lookup).value), self.title)
 
     @property
     def signals(self) -> tuple[str, ...]:
@@ -189,6 +197,7 @@ class _Reader:
             reproduction=self.reproduction(),
             prose=prose,
             refutes=None if "refutes" not in self.matter else self.text("refutes"),
+            titles=self.titles(),
         )
 
     def error(self, key: str, message: str) -> PlaybookError:
@@ -236,10 +245,24 @@ class _Reader:
                 raise self.error("cost", "is missing; say how many requests are held up, or {tokens: …}")
             return None
         if isinstance(given, dict):
-            if set(given) != {"tokens"}:
-                raise self.error("cost", "write an expression, or {tokens: an expression}")
-            return Cost(self.expression("cost.tokens", given["tokens"]), "tokens")
+            unit = next(iter(given), None)
+            if len(given) != 1 or unit not in ("tokens", "misplaced"):
+                raise self.error("cost", "write an expression, or {tokens: an expression}, or {misplaced: …}")
+            return Cost(self.expression(f"cost.{unit}", given[unit]), unit)
         return Cost(self.expression("cost", given))
+
+    def titles(self) -> tuple[tuple[Clause, str], ...]:
+        cases = self.sequence("titles", self.matter.get("titles", []))
+        for number, case in enumerate(cases):
+            if (
+                not isinstance(case, dict)
+                or set(case) != {"if", "title"}
+                or not isinstance(case["title"], str)
+            ):
+                raise self.error(f"titles[{number}]", "write {if: a condition, title: text}")
+        return tuple(
+            (self.clause(f"titles[{n}].if", case["if"]), case["title"]) for n, case in enumerate(cases)
+        )
 
     def show(self) -> tuple[str, ...]:
         names = [str(name) for name in self.sequence("show", self.matter.get("show", []))]

@@ -17,6 +17,7 @@ from doctor.signals import (
     Mean,
     MeanWhile,
     Node,
+    OfPeers,
     OnHost,
     OverTime,
     Quantile,
@@ -38,6 +39,7 @@ _FUNCTIONS = {
     "increase": "increase",
     "rate": "rate",
     "resets": "resets",
+    "count": "count_over_time",
 }
 
 
@@ -92,6 +94,10 @@ class PromQL:
             case AgainstPeers(of):
                 own = self.text(of)
                 return f"({own}) / on (model_name) group_left () avg by (model_name) ({own})"
+            case OfPeers(of):
+                own, of_model = self.text(of), "on (model_name) group_left ()"
+                others = f"-1 * ({own}) + {of_model} sum by (model_name) ({own})"
+                return f"({others}) / {of_model} (count by (model_name) ({own}) - 1)"
             case Half(of, which):
                 half = self.window_ms // 2
                 return replace(self, window_ms=half, offset_ms=half if which == "first" else 0).text(of)

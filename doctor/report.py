@@ -71,10 +71,10 @@ def fleet_lines(fleets: Iterable[Fleet]) -> list[str]:
 
 
 def grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
-    """Findings of one id and cause, in rank order: a fleet shows one entry, not a hundred."""
-    groups: dict[tuple[str, str | None], list[Finding]] = {}
+    """Findings of one id, title and cause, in rank order: a fleet shows one entry, not a hundred."""
+    groups: dict[tuple[str, str, str | None], list[Finding]] = {}
     for finding in findings:
-        groups.setdefault((finding.id, finding.suppressed_by), []).append(finding)
+        groups.setdefault((finding.id, finding.title, finding.suppressed_by), []).append(finding)
     return list(groups.values())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-How = Literal["avg", "min", "max", "last", "delta", "deriv", "increase", "rate", "resets"]
+How = Literal["avg", "min", "max", "last", "delta", "deriv", "increase", "rate", "resets", "count"]
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,13 @@ class AgainstPeers:
 
 
 @dataclass(frozen=True)
+class OfPeers:
+    """The mean of the other engines that serve the same model; needs one."""
+
+    of: Node
+
+
+@dataclass(frozen=True)
 class Half:
     """A histogram's figure over the first or the second half of the window."""
 
@@ -140,6 +147,7 @@ Node = (
     | Ratio
     | Sum
     | AgainstPeers
+    | OfPeers
     | Half
     | OnHost
     | EnginesOnHost
@@ -197,7 +205,20 @@ SIGNALS: dict[str, Signal] = {
             "share of the active time in which requests wait",
             Ratio(Share((_WAITING,)), Share((_ACTIVE,))),
         ),
-        _signal("load_against_peers", "ratio", "running + waiting over the peers' mean", AgainstPeers(_LOAD)),
+        _signal(
+            "load_against_peers", "ratio", "running + waiting over the mean of all peers", AgainstPeers(_LOAD)
+        ),
+        _signal("peers_load", "requests", "running + waiting, mean of the other instances", OfPeers(_LOAD)),
+        _signal(
+            "peers_requests", "count", "first tokens, mean of the other instances", OfPeers(Count("ttft"))
+        ),
+        # Below 1 for who came or went within the window.
+        _signal(
+            "scrapes_against_peers",
+            "ratio",
+            "scrapes in the window over the mean of all peers",
+            AgainstPeers(OverTime("running", "count")),
+        ),
         # KV pool
         _signal("kv_mean", "share", "mean KV usage", OverTime("kv_usage", "avg")),
         _signal("kv_max", "share", "highest KV usage", OverTime("kv_usage", "max")),
@@ -395,7 +416,7 @@ def metrics_of(node: Node) -> set[str]:
             return metrics_of(top) | metrics_of(bottom)
         case Sum(terms):
             return set().union(*(metrics_of(term) for term in terms))
-        case AgainstPeers(of) | Half(of, _):
+        case AgainstPeers(of) | OfPeers(of) | Half(of, _):
             return metrics_of(of)
         case EnginesOnHost():
             return {"running"}

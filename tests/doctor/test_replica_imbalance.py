@@ -1,0 +1,127 @@
+"""A fleet that is out of balance: who has far too much is named, and who gets far too little."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from synthetic_server import Server
+
+from doctor.diagnose import Diagnosis, diagnose
+from doctor.report import as_text
+from doctor.sources import Scrapes
+
+MORE = "One instance carries far more load than its peers"
+FEWER = "One instance gets far fewer requests than its peers"
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One instance: requests on it at any time, and first tokens between two scrapes."""
+
+    name: str
+    load: float
+    requests: float
+    joins: int = 0
+    """The scrape from which on it is there."""
+    restarts: int | None = None
+    """The scrape before which its counters begin anew."""
+
+    def page(self, number: int) -> str:
+        done = number + 1 if self.restarts is None or number < self.restarts else number - self.restarts + 1
+        labels = {"engine": "0", "model_name": "m", "instance": self.name}
+        server = Server(
+            running=self.load,
+            counters={"finished": self.requests, "generation_tokens": 100 * self.requests},
+            histograms={"ttft": {0.12: self.requests}},
+            labels=labels,
+        )
+        return server.page(done, 0.0) if number >= self.joins else ""
+
+
+def judged(fleet: Sequence[Replica], count: int = 16) -> Diagnosis:
+    pages = [(4000 * (n + 1), "".join(replica.page(n) for replica in fleet)) for n in range(count)]
+    return diagnose(Scrapes(pages), {})
+
+
+def named(fleet: Sequence[Replica]) -> list[tuple[str, str]]:
+    found = judged(fleet).findings
+    assert {finding.id for finding in found} <= {"replica-imbalance"}
+    return [(finding.instance, finding.title) for finding in found]
+
+
+BUSY = [Replica("a:1", 12, 10), Replica("b:1", 12, 10)]
+
+
+def test_the_starved_one_of_three_is_named_with_what_the_others_get() -> None:
+    (finding,) = judged([*BUSY, Replica("c:1", 0.5, 0.5)]).findings
+    assert (finding.id, finding.instance, finding.title) == ("replica-imbalance", "c:1", FEWER)
+    seen = {item.signal: item.value for item in finding.evidence}
+    assert (seen["peers_load"], seen["running_mean"]) == (pytest.approx(12), pytest.approx(0.5))
+    assert (seen["peers_requests"], seen["first_tokens"]) == pytest.approx((150, 7.5), rel=0.01)
+    first, second = finding.prescriptions
+    assert first.text.startswith("check the router")
+    assert second.text.startswith("see that the router knows this instance")
+
+
+def test_one_that_the_router_never_sends_anything_is_named() -> None:
+    assert named([*BUSY, Replica("c:1", 0, 0)]) == [("c:1", FEWER)]
+
+
+def test_of_two_instances_both_are_named_each_for_what_it_is() -> None:
+    diagnosis = judged([Replica("a:1", 12, 10), Replica("b:1", 1, 1)])
+    assert [(f.instance, f.title) for f in diagnosis.findings] == [("a:1", MORE), ("b:1", FEWER)]
+    text = as_text(diagnosis)
+    assert f"1. WARNING replica-imbalance: {MORE}\n   on a:1\n" in text
+    assert f"2. WARNING replica-imbalance: {FEWER}\n   on b:1\n" in text
+    assert "about 5.5 requests on the wrong instance at any time" in text
+
+
+@pytest.mark.parametrize("starved", [1, 30])
+def test_of_a_hundred_instances_the_starved_ones_are_named_and_no_other(starved: int) -> None:
+    fleet = [
+        Replica(f"h{n:02}:1", *((0.2, 0.2) if n < starved else (10 + n % 2, 8 + n % 2))) for n in range(100)
+    ]
+    diagnosis = judged(fleet, count=11)
+    found = {(finding.instance, finding.title) for finding in diagnosis.findings}
+    assert found == {(f"h{n:02}:1", FEWER) for n in range(starved)}
+    if starved > 1:
+        assert "on h00:1 and 29 more: " in as_text(diagnosis)
+
+
+@pytest.mark.parametrize(
+    "fleet",
+    [
+        pytest.param([Replica("a:1", 3, 10), Replica("b:1", 0, 0)], id="low load: an idle one is no fault"),
+        pytest.param([Replica("a:1", 3, 3), Replica("b:1", 2, 2), Replica("c:1", 0, 0)], id="of three"),
+        pytest.param([*BUSY, Replica("c:1", 0, 0, joins=12)], id="it has just been added"),
+        pytest.param([*BUSY, Replica("c:1", 1, 2, restarts=8)], id="it was restarted"),
+        pytest.param([*BUSY, Replica("c:1", 10, 2)], id="few requests, but long ones"),
+        pytest.param([*BUSY, Replica("c:1", 4, 9)], id="as many requests, on a faster device"),
+        pytest.param([*BUSY, Replica("c:1", 8, 5)], id="half as many is not far from it"),
+        pytest.param([Replica("a:1", 9, 1), Replica("b:1", 9, 1), Replica("c:1", 2, 0)], id="too few to say"),
+        pytest.param([Replica("a:1", 12, 10)], id="alone"),
+    ],
+)
+def test_nobody_is_named(fleet: Sequence[Replica]) -> None:
+    assert named(fleet) == []
+
+
+def test_alone_it_is_neither_found_nor_undecided() -> None:
+    page = Server().scrapes()
+    without = [(at, text.replace("vllm:time_to_first_token", "other:ttft")) for at, text in page]
+    for pages in (page, without):
+        assert "replica-imbalance" not in {item.id for item in diagnose(Scrapes(pages), {}).cannot_tell}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_hundred_instances_behind_a_random_router_are_not_said_to_be_starved(seed: int) -> None:
+    """Forty requests each, on average, by chance alone."""
+    chance = random.Random(seed)
+    counts = [0] * 100
+    for _ in range(4000):
+        counts[chance.randrange(100)] += 1
+    fleet = [Replica(f"h{n:02}:1", count / 8, count / 15) for n, count in enumerate(counts)]
+    assert FEWER not in {finding.title for finding in judged(fleet).findings}
