@@ -12,8 +12,8 @@ from benchmarks.tuner_noise import Draw, Noise, Offsets
 from benchmarks.tuner_tables import Entry, Table
 from loadgen.slo import Bound
 from tuner.confirm import Pooled
-from tuner.load import SHORT_SHARE
-from tuner.result import Measurement, Reading
+from tuner.runs.load import SHORT_SHARE
+from tuner.runs.result import Measurement, Reading
 
 FRESH_RUNS = 8
 """On which a recommendation is judged in the end; those of a confirmation are others."""

@@ -4,10 +4,10 @@
     .venv/bin/python -m benchmarks.tuner_noise table [--seconds 8]
 
 Both need an idle machine and write a file to ``benchmarks/baselines``. Each run is a trial's: the two rungs
-of ``tuner.load.Load``, judged by ``tuner.measure``, with the intervals that the search sees. ``repeats``
-measures two settings of the bundled engine in turn, every time with new prompts and new arrivals;
-:class:`Noise` draws from how far the figures of a repeat are from the medians of its setting. ``table``
-measures every config of a small space once, a server started for each.
+of ``tuner.runs.load.Load``, judged by ``tuner.runs.measure``, with the intervals that the search sees.
+``repeats`` measures two settings of the bundled engine in turn, every time with new prompts and new
+arrivals; :class:`Noise` draws from how far the figures of a repeat are from the medians of its setting.
+``table`` measures every config of a small space once, a server started for each.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from loadgen.slo import COUNTS
 from loadgen.target import OpenTarget
 from loadgen.targets.server import ServerTarget
 from loadgen.workload import DEFAULT_VOCAB_SIZE, preset
-from tuner.load import Load, span
-from tuner.measure import Run, measure
-from tuner.result import Measurement, Reading, without_nan
+from tuner.runs.load import Load, span
+from tuner.runs.measure import Run, measure
+from tuner.runs.result import Measurement, Reading, without_nan
 from tuner.slo import Slo, parse_slo
 
 BASELINES = Path(__file__).parent / "baselines"

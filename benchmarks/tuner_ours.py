@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -14,17 +14,18 @@ from benchmarks.tuner_bed import Ledger, Mark, World
 from benchmarks.tuner_tables import Table
 from loadgen.target import OpenTarget, Target
 from tuner.confirm import Confirmation, judge
+from tuner.finals import Finals
 from tuner.interrupts import Interrupts
-from tuner.load import SHORT_SHARE, Traffic
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
-from tuner.prior import Prediction, Prior
-from tuner.result import SERVES, TrialResult
-from tuner.rungs import reason_to_stop
-from tuner.space import Config
-from tuner.strategy_model import ModelStrategy
-from tuner.study import Proposal
-from tuner.survey import Survey
+from tuner.runs.load import SHORT_SHARE, Traffic
+from tuner.runs.result import SERVES, TrialResult
+from tuner.runs.rungs import reason_to_stop
+from tuner.runs.survey import Survey
+from tuner.search.model import ModelStrategy
+from tuner.search.prior import Prediction, Prior
+from tuner.search.study import Proposal
+from tuner.space.space import Config
 from tuner.trial import Bench, Criteria
 
 CONTEXT = 32_768
@@ -118,8 +119,15 @@ class TableOptimizer(Optimizer):
         if self.prior is not None and isinstance(self.study.strategy, ModelStrategy):
             self.study.strategy.prior = TablePrior(self.prior, self.flags)
 
+    def _finals(self, ended: str) -> Finals:
+        kept = super()._finals(ended)
+        return TableFinals(**{f.name: getattr(kept, f.name) for f in fields(kept)})
+
+
+class TableFinals(Finals):
+    """The tuner's last act, with runs that are looked up."""
+
     def _confirm(self, best: TrialResult, baseline: TrialResult) -> Confirmation | str:
-        assert self.plan is not None, "the confirmation follows the plan"
         assert isinstance(self.bench, TableBench), "runs that are looked up need a bench that looks up"
         world = self.bench.world
         sides = []

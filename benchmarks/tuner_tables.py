@@ -28,9 +28,9 @@ from loadgen.record import write_atomically
 from loadgen.slo import COUNTS, Bound
 from loadgen.targets.simulated import SimulatedTarget
 from loadgen.workload import DEFAULT_VOCAB_SIZE, preset
-from tuner.load import Load, span
-from tuner.measure import Run, measure
-from tuner.result import Measurement, Reading
+from tuner.runs.load import Load, span
+from tuner.runs.measure import Run, measure
+from tuner.runs.result import Measurement, Reading
 
 CACHE = Path.home() / ".cache" / "vtune" / "tuner-tables"
 REQUESTS = 160

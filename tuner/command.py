@@ -23,27 +23,35 @@ from loadgen.workload import PRESETS as WORKLOADS
 from loadgen.workload import WorkloadError
 from loadgen.workload_file import is_file, read_workload
 from tuner.display import make_observer
-from tuner.from_doctor import FindingsError, read_findings
 from tuner.interrupts import Interrupts
 from tuner.job import DEFAULT_BUDGET, DEFAULT_SIMULATED_BUDGET, Job, JobError
-from tuner.knobs import ENGINES
-from tuner.machine import visible_devices
 from tuner.optimize import Optimizer
 from tuner.output import OutputError, locked
-from tuner.prior import PriorError, make_simulator
 from tuner.regression import PreviousError, Recommendation, read_previous
-from tuner.replay import digest, read_replay
-from tuner.reproduce import vary_words
+from tuner.report.reproduce import vary_words
+from tuner.runs.replay import digest, read_replay
+from tuner.search.from_doctor import FindingsError, read_findings
+from tuner.search.prior import PriorError, make_simulator
+from tuner.search.strategies import AUTO, STRATEGIES
 from tuner.slo import Slo, parse_slo
-from tuner.space import SPECULATION, SpaceError, Surroundings, build_space, effective
-from tuner.space_file import SpaceFile, read_space_file
-from tuner.storage import Heartbeat, StorageError, create_study, has_job, mask, open_storage, open_study
-from tuner.strategies import AUTO, STRATEGIES
+from tuner.space.file import SpaceFile, read_space_file
+from tuner.space.knobs import ENGINES
+from tuner.space.space import SPECULATION, SpaceError, Surroundings, build_space, effective
 from tuner.target import TargetError, check_offered, check_target, make_target, started_as
 from tuner.trial import Bench, SetupFailed
 from tuner.verdict import Verdict, come_to_verdict, conclude
-from tuner.workers import join
-from tuner.workers_local import WorkersError, local_workers, shares
+from tuner.workers.crew import join
+from tuner.workers.local import WorkersError, local_workers, shares
+from tuner.workers.machine import visible_devices
+from tuner.workers.storage import (
+    Heartbeat,
+    StorageError,
+    create_study,
+    has_job,
+    mask,
+    open_storage,
+    open_study,
+)
 
 RUNS = Path("vtune-runs")
 OURS = ("port", "host", "uds", "enable_metrics")

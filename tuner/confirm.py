@@ -12,8 +12,8 @@ from scipy.special import stdtrit
 
 from loadgen.compare import Comparison
 from loadgen.slo import COUNTS, Bound, format_value, name_of
-from tuner.measure import Run, measure
-from tuner.result import Measurement, without_nan
+from tuner.runs.measure import Run, measure
+from tuner.runs.result import Measurement, without_nan
 from tuner.slo import RelativeBound, Slo
 
 MIN_GAIN = 0.05

@@ -16,7 +16,7 @@ from rich.text import Text
 from loadgen.wire import Progress
 from tuner.budget import format_seconds
 from tuner.observer import Observer
-from tuner.result import TrialResult
+from tuner.runs.result import TrialResult
 
 LAST_OUTCOMES = 6
 STYLES = {"measured": "green", "stopped": "yellow", "failed": "red", "refused": "dim", "duplicate": "dim"}

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from tuner.result import Reading, without_nan
+from tuner.runs.result import Reading, without_nan
 
 MIN_GAIN = 0.05
 """A config must be worse by this much at some load, beside its interval, before another is advised there."""

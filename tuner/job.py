@@ -44,16 +44,16 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     """The environment before the command in ``--flags``."""
     space: Mapping[str, Any] | None = None
-    """A space file's content (see ``tuner.space_file``)."""
+    """A space file's content (see ``tuner.space.file``)."""
     fix: tuple[str, ...] = ()
     vary: Mapping[str, tuple[Any, ...] | None] = field(default_factory=dict)
     seed: int = 0
     strategy: str = "auto"
-    """Who decides what to try (see tuner.strategies)."""
+    """Who decides what to try (see tuner.search.strategies)."""
     from_doctor: tuple[Mapping[str, Any], ...] = ()
-    """Prescriptions to try first (see tuner.from_doctor.read_findings); empty: those for the baseline."""
+    """Prescriptions to try first (see tuner.search.from_doctor); empty: those for the baseline."""
     prior: str = "auto"
-    """What simulates configs beforehand (see tuner.prior.make_simulator)."""
+    """What simulates configs beforehand (see tuner.search.prior.make_simulator)."""
     replay: Mapping[str, Any] | None = None
     """Recorded traffic in place of the workload: ``tuner.options.Replay`` as JSON, and the file's sha256."""
     baseline: Mapping[str, Any] | None = None
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def server(self) -> str:
-        """Whose flags and defaults apply: a kind of ``tuner.knobs.EVERY``."""
+        """Whose flags and defaults apply: a kind of ``tuner.space.knobs.EVERY``."""
         if self.simulated:
             return "vllm" if gpu_defaults(self.target) else "bundled"
         if self.target in ("bundled", "vllm", "sglang"):

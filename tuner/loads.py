@@ -15,15 +15,14 @@ from loadgen.slo import Bound
 from loadgen.target import Target, TargetFailed
 from tuner.budget import LOADS_CONFIGS, PAUSE
 from tuner.dynamic import Curve, Regime, advise, advised, regimes, to_json
-from tuner.load import span
-from tuner.measure import Run, measure
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome, label
-from tuner.replay import ReplayLoad
-from tuner.result import Measurement, Reading, TrialResult, without_nan
+from tuner.runs.load import span
+from tuner.runs.measure import Run, measure
+from tuner.runs.replay import ReplayLoad
+from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
 from tuner.slo import Slo
-from tuner.space import DRAFTS, Config, Space, config_key
-from tuner.study import describe_changes
+from tuner.space.space import DRAFTS, Config, Space, config_key, describe_changes
 from tuner.trial import ServerFailed, SetupFailed
 
 SENSITIVE = (DRAFTS, "max_num_batched_tokens", "max_num_seqs")
@@ -68,7 +67,7 @@ class Advice:
 def compare_loads(optimizer: Optimizer, outcome: Outcome) -> Advice | None:
     """Advice by load for a study that came to a config; None where no loads are asked for, or none was
     measured. Ctrl-C ends it and keeps what there is. Raises nothing of a server's."""
-    levels = optimizer.levels
+    levels = optimizer.offer.levels(optimizer.survey)
     if len(levels) < 2 or outcome.kind not in ("better", "baseline"):
         return None
     work = _Comparison(optimizer, levels)

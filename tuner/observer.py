@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from loadgen.wire import Progress
-from tuner.result import TrialResult
+from tuner.runs.result import TrialResult
 
 
 class Observer:

@@ -7,68 +7,45 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import optuna
 
-from loadgen.compare import compare
-from loadgen.target import OpenTarget, Target, TargetFailed
-from loadgen.targets.offered_flags import OfferedFlags
-from loadgen.traces import Trace
-from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload
-from loadgen.workload_file import workload_of
+from loadgen.target import OpenTarget, Target
 from tuner.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
-from tuner.confirm import Confirmation, assess, record_directory
-from tuner.cost import SPENT_ON
-from tuner.from_doctor import of_trial, prescribed
+from tuner.finals import Finals
 from tuner.job import Job
-from tuner.load import Load, Traffic, span
-from tuner.measure import goodput_bounds
-from tuner.memory import MemoryPlan
-from tuner.options import Replay
+from tuner.offer import Offer
 from tuner.outcome import (
     Outcome,
-    as_it_runs,
-    better,
-    broken,
     describe_trial,
-    refuted,
-    unconfirmed,
-    without_confirmation,
 )
-from tuner.prior import SimulatedPrior
-from tuner.replay import ReplayLoad, read_replay
-from tuner.result import TrialResult
+from tuner.report.cost import SPENT_ON
+from tuner.runs.load import Traffic, span
+from tuner.runs.result import TrialResult
+from tuner.runs.survey import Survey
+from tuner.search.from_doctor import of_trial, prescribed
+from tuner.search.model import ModelStrategy
+from tuner.search.prior import SimulatedPrior
+from tuner.search.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
+from tuner.search.strategies import make_strategy
+from tuner.search.study import BASELINE, Proposal, Study
 from tuner.slo import Slo, parse_slo
-from tuner.space import Config, Surroundings, build_space, effective
-from tuner.space_file import SpaceFile
-from tuner.startlog import LINES, read_start_log
-from tuner.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
-from tuner.strategies import make_strategy
-from tuner.strategy import SLACK
-from tuner.strategy_model import ModelStrategy
-from tuner.study import BASELINE, Proposal, Study, describe_changes
-from tuner.survey import OFFERED_SHARE, Survey, find_capacity, fitting_scale, prefill_speed
+from tuner.space.file import SpaceFile
+from tuner.space.space import Config, build_space, describe_changes, effective
+from tuner.space.startlog import LINES, read_start_log
 from tuner.trial import Attempt, Bench, ClientKilled, Criteria, ServerFailed, SetupFailed
-from tuner.workers import Crew
+from tuner.workers.crew import Crew
 
-FALLBACK_CONTEXT = 4096
-"""Context length assumed where the baseline does not come up to be asked."""
-PROBE_TOKENS = 1024
 FEW = 10
 """Trials below which a practitioner's starting point is tried also where a prior knows better."""
 PRESCRIBED_SHARE = 4
 """Of the trials, one in so many may be the doctor's, and one in any case."""
-MAX_CONFIRMED = 3
-"""Candidates that are confirmed, one after the other, where the budget lasts."""
 MAX_FAILURES = 5
 """When nothing has served after so many launches, nothing will."""
 DEFAULT_RUNNING = 16
 """Requests in service at the baseline, where no metric says."""
-CAPACITY_SHARE = 0.5
-"""Length of a closed loop to find the capacity, as a share of a run."""
 
 
 @dataclass
@@ -84,10 +61,10 @@ class Optimizer:
     study: Study = field(init=False)
     survey: Survey = field(init=False)
     plan: Plan | None = field(init=False, default=None)
-    _replayed: ReplayLoad | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.slo: Slo = parse_slo(self.job.slo)
+        self.offer = Offer(self.job, self.slo, self.bench)
         self.clock = Clock(self.record.user_attrs.get("spent", 0.0), self.bench.target.clock)
         self.observer = self.bench.observer
 
@@ -119,13 +96,20 @@ class Optimizer:
         """Confirm the best on fresh runs. Raises as :meth:`search`."""
         try:
             with self.spending("confirmation"):
-                return self._conclude(ended)
+                return self._finals(ended).outcome()
         finally:
             self._save_spent()
 
+    def _finals(self, ended: str) -> Finals:
+        assert self.plan is not None, "the confirmation follows the plan"
+        job, slo, study = self.job, self.slo, self.study
+        return Finals(
+            job, slo, self.bench, study, self.plan, self.clock, lambda: self.load, self.flags, ended
+        )
+
     @contextmanager
     def spending(self, purpose: str) -> Iterator[None]:
-        """Count the study's seconds meanwhile for ``purpose`` (see tuner.cost)."""
+        """Count the study's seconds meanwhile for ``purpose`` (see tuner.report.cost)."""
         began = self.clock.spent
         try:
             yield
@@ -165,17 +149,17 @@ class Optimizer:
             if self.study.baseline is None:
                 self._trial(self._proposed_baseline())
             return
-        if self.offered is not None and self.offered.version:
-            self.observer.note(f"{self.offered.program}: version {self.offered.version}")
+        if (offered := self.offer.flags) is not None and offered.version:
+            self.observer.note(f"{offered.program}: version {offered.version}")
         try:
             with self.bench.open(self.job.flags) as server:
                 told = self._start_log(server)  # before a load fills its log
                 with self.spending("survey"):
-                    survey = self._surveyed(server)
+                    survey = self.offer.survey(server)
                 self._begin(replace(survey, **told))
                 self._trial(self._proposed_baseline(), server)
         except ServerFailed as failure:
-            self._begin(self._blind_survey())
+            self._begin(self.offer.blind_survey())
             proposal = self._proposed_baseline()
             self._tell(proposal, Attempt(self.bench, proposal).failed(str(failure), failure.log_tail))
 
@@ -203,7 +187,7 @@ class Optimizer:
             survey.max_model_len,
             fix=job.fix,
             vary=job.vary,
-            around=self._around(survey),
+            around=self.offer.surroundings(survey),
             file=SpaceFile.of(job.space) if job.space else None,
         )
         for note in space.notes:
@@ -213,13 +197,8 @@ class Optimizer:
             self.record, space, self.slo.objective, seed, make_strategy(self.job.strategy, seed)
         )
         self.study.bounds, self.study.relative = self.slo.bounds, self.slo.relative
-        if self._trace is not None:
+        if self.offer.trace is not None:
             self.observer.note(f"load: {self.load.description}")
-
-    @cached_property
-    def offered(self) -> OfferedFlags | None:
-        """The flags that the target takes, as far as it says."""
-        return self.bench.target.offered_flags()
 
     def _start_log(self, server: OpenTarget) -> dict[str, Any]:
         """What the start of the baseline's server tells, as fields of a survey."""
@@ -235,115 +214,22 @@ class Optimizer:
         memory = told.memory.to_json() if told.memory else None
         return {"version": told.version or "", "known": dict(told.flags), "memory": memory}
 
-    def _around(self, survey: Survey) -> Surroundings:
-        """What the survey and the workload say about the space."""
-        longest = mean = None
-        if self._trace is None:
-            classes = self._workload(survey.max_model_len, survey.scale).classes
-            longest = max(c.prompt.high + c.output.high for c in classes)
-            shares = sum(c.weight for c in classes)
-            mean = sum(c.weight * (c.prompt.mean + c.output.mean) for c in classes) / shares
-        memory = MemoryPlan(**survey.memory) if survey.memory else None
-        return Surroundings(
-            self.job.server, survey.max_model_len, longest, mean, offered=self.offered, memory=memory
-        )
-
-    def _blind_survey(self) -> Survey:
-        """For a baseline that does not come up: what the job and the program say."""
-        context = self.job.flags.get("max_model_len")
-        version = (self.offered.version if self.offered else None) or ""
-        told = read_start_log("", self.job.server, self.job.flags, version=version)
-        return Survey(
-            max_model_len=context if isinstance(context, int) else FALLBACK_CONTEXT,
-            start_seconds=math.nan,
-            prefill_speed=math.nan,
-            rate=self._rate,
-            concurrency=self.job.concurrency,
-            scale=self.job.scale,
-            version=version,
-            known=told.flags,
-        )
-
-    def _surveyed(self, server: OpenTarget) -> Survey:
-        """Ask and time the server. Raises RunFailed, Stuck, KeyboardInterrupt."""
-        context = server.max_model_len or self._blind_survey().max_model_len
-        workload = self._workload(context, self.job.scale)
-        seqs = effective(self.job.flags, self.job.server)["max_num_seqs"]
-        self.observer.step("timing a lone prefill")
-        speed = prefill_speed(
-            server, workload, min(PROBE_TOKENS, context // 2), self.job.seed, self.bench.run
-        )
-        scale = self.job.scale or fitting_scale(self.job.workload, context, speed)
-        workload = self._workload(context, scale)
-        survey = Survey(
-            context,
-            server.start_seconds,
-            speed,
-            rate=self._rate,
-            concurrency=self.job.concurrency,
-            scale=scale,
-        )
-        self.observer.note(
-            f"a lone prompt is prefilled at {speed:.0f} tokens/s"
-            + (f"; load: {workload.description}" if self._trace is None else "")
-        )
-        if survey.rate is None and survey.concurrency is None:
-            seconds = CAPACITY_SHARE * self.job.run_seconds
-            self.observer.step("finding the capacity in a closed loop")
-            found = find_capacity(server, workload, self.job.seed, seconds, self.bench.run, seqs)
-            survey = replace(survey, capacity=found)
-            if self.slo.saturated:
-                survey = replace(survey, concurrency=found[-1][1])
-            else:
-                survey = replace(survey, rate=OFFERED_SHARE * found[-1][2])
-        if survey.capacity:
-            self.observer.note(survey.describe())
-        return survey
-
-    def _workload(self, max_model_len: int, scale: float | None) -> Workload:
-        return workload_of(
-            self.job.workload, max_model_len=max_model_len, vocab_size=DEFAULT_VOCAB_SIZE, scale=scale
-        )
-
     def _load(self, server: OpenTarget) -> Traffic:
         """The load of every trial; found out on the first server that comes up."""
-        if self.survey.rate is None and self.survey.concurrency is None:
-            self.survey = self._surveyed(server)
+        if not self.offer.known(self.survey):
+            self.survey = self.offer.survey(server)
             self._save("survey", self.survey.to_json())
         return self.load
 
     @property
     def load(self) -> Traffic:
-        if self._trace is not None:
-            return self._replay(self._trace)
-        workload = self._workload(self.survey.max_model_len, self.survey.scale)
-        return Load(workload, self.job.seed, self.job.run_seconds, self.survey.rate, self.survey.concurrency)
-
-    @cached_property
-    def _trace(self) -> Trace | None:
-        return read_replay(self.job.replay) if self.job.replay else None
-
-    @property
-    def _rate(self) -> float | None:
-        """Requests/s as asked for; None: to be found out."""
-        if self.job.replay is None or self._trace is None:
-            return self.job.rate
-        return self._trace.rate * self.job.replay["rate_scale"]
-
-    def _replay(self, trace: Trace) -> ReplayLoad:
-        assert self.job.replay is not None, "there is a trace where it is replayed"
-        job, context = self.job, self.survey.max_model_len
-        if self._replayed is None or self._replayed.max_model_len != context:
-            replay = Replay.from_json(self.job.replay)
-            self._replayed = ReplayLoad.of(
-                replay, trace, job.seed, job.run_seconds, context, concurrency=job.concurrency
-            )
-        return self._replayed
+        """The load of every trial, once it is known."""
+        return self.offer.load(self.survey)
 
     def _ask_prior(self) -> None:
         """Give the search a simulation to begin with. What that takes is spent from the budget."""
         strategy = self.study.strategy
-        if not isinstance(strategy, ModelStrategy) or not self.loaded:
+        if not isinstance(strategy, ModelStrategy) or not self.offer.known(self.survey):
             return
         self.observer.step("simulating configs")
         with self.spending("simulation"):
@@ -352,24 +238,12 @@ class Optimizer:
             strategy.prior = SimulatedPrior(simulator, self.load, self.slo, self.flags)
             self.observer.note(f"prior: {strategy.prior.source}")
 
-    @property
-    def levels(self) -> tuple[float, ...]:
-        """Levels of load to compare configs at, once there is a best one; rising, () for none."""
-        if self.job.loads is not None:
-            return self.job.loads
-        return self.load.levels() if self.loaded else ()
-
-    @property
-    def loaded(self) -> bool:
-        """Whether it is known which load to offer: not before some server came up, unless the job says."""
-        return self._trace is not None or (self.survey.rate or self.survey.concurrency) is not None
-
     def _make_plan(self) -> None:
         """Needs the baseline's costs; one that failed is taken to cost what a run takes."""
         baseline = self.study.baseline
         assert baseline is not None, "the baseline is told before the plan is made"
         start, total = baseline.seconds["start"], baseline.seconds["total"]
-        seconds = self.load.run_seconds if self.loaded else self.job.run_seconds
+        seconds = self.load.run_seconds if self.offer.known(self.survey) else self.job.run_seconds
         run = max(
             seconds, seconds + (total - start - seconds) / 2
         )  # a trial has two loads, and so two drains
@@ -389,9 +263,9 @@ class Optimizer:
 
     def _loads_seconds(self, start: float) -> float:
         """What is kept of the budget for the comparison at other loads."""
-        if self.job.budget is None or not self.levels:
+        if self.job.budget is None or not self.offer.levels(self.survey):
             return 0.0
-        spans = sum(span(self.load.at_level(level, 0)) + PAUSE for level in self.levels)
+        spans = sum(span(self.load.at_level(level, 0)) + PAUSE for level in self.offer.levels(self.survey))
         return min(LOADS_SHARE * self.job.budget, LOADS_CONFIGS * (start + spans))
 
     # The search.
@@ -529,88 +403,6 @@ class Optimizer:
             best.short if best else None,
             best.measurement if best else None,
         )
-
-    # The confirmation.
-
-    def _conclude(self, ended: str) -> Outcome:
-        space, baseline = self.study.space, self.study.baseline
-        assert baseline is not None, "a search begins with the baseline"
-        if not self.bench.target.restartable:
-            return as_it_runs(baseline, self.bench.target.name, self.slo, ended)
-        first = next((c for c in self.study.candidates() if self._worth_confirming(c, baseline)), None)
-        if first is None:
-            return without_confirmation(self.study.results, baseline, space, self.slo, ended)
-        if baseline.status == "failed":
-            return unconfirmed(first, baseline, space, self.slo, ended)
-        self.observer.phase("confirmation")
-        candidate, outcome = first, self._confirmed(first, baseline, ended)
-        for _ in range(MAX_CONFIRMED - 1):
-            if outcome.kind == "better" or (safer := self._safer(candidate)) is None:
-                break
-            self.observer.note(f"{outcome.sentence}. There is time for the next best")
-            candidate, outcome = safer, self._confirmed(safer, baseline, ended)
-        return outcome
-
-    def _worth_confirming(self, candidate: TrialResult, baseline: TrialResult) -> bool:
-        """Unless one measurement each shows already that the candidate is no better than the baseline."""
-        if not baseline.feasible:
-            return True
-        objective = self.slo.objective
-        ours, theirs = baseline.reading(objective), candidate.reading(objective)
-        if objective.better(theirs.value, ours.value):
-            return True
-        overlap = theirs.low < ours.high if objective.direction == "minimize" else theirs.high > ours.low
-        return overlap and theirs.value != ours.value
-
-    def _safer(self, refused: TrialResult) -> TrialResult | None:
-        """The next candidate that keeps more distance to the bounds, if there is time to confirm it too."""
-        assert self.plan is not None, "the confirmation follows the plan"
-        if self.job.budget is not None and self.clock.spent + self.plan.confirm_seconds > self.job.budget:
-            return None
-        others = self.study.candidates()[1:]
-        safer = (r for r in others if r.slack >= refused.slack + SLACK and self.study.space.changes(r.config))
-        return next(safer, None)
-
-    def _confirmed(self, best: TrialResult, baseline: TrialResult, ended: str) -> Outcome:
-        space, confirmation = self.study.space, self._confirm(best, baseline)
-        if isinstance(confirmation, str):
-            return broken(best, space, confirmation, ended)
-        if confirmation.confirmed:
-            return better(best, space, self.slo, confirmation, ended)
-        return refuted(best, space, confirmation, ended)
-
-    def _confirm(self, best: TrialResult, baseline: TrialResult) -> Confirmation | str:
-        """Fresh runs of both; a sentence where the best config did not serve them."""
-        assert self.plan is not None, "the confirmation follows the plan"
-        load = self.load
-        seeds = load.confirmation_seeds(self.plan.pairs)
-        self.observer.note(f"best so far against the baseline on {len(seeds)} fresh seeds, in turn")
-        try:
-            with self.bench.interrupts.load() as stop:
-                comparison = compare(
-                    self.bench.target,
-                    self.job.flags,
-                    self.flags(best.config),
-                    load.confirmation,
-                    seeds=seeds,
-                    metrics=[],
-                    bounds=goodput_bounds(self.slo),
-                    progress=self._confirming,
-                    stop=stop,
-                )
-        except TargetFailed as failure:
-            if failure.environmental or failure.side == "a":
-                raise SetupFailed(f"confirmation: {failure.detail}\n{failure.log_tail}".strip()) from None
-            return f"{failure.reason}: {failure.detail}"
-        for pair in comparison.pairs:
-            for side, records in (("before", pair.a), ("after", pair.b)):
-                records.save(self.bench.out / record_directory(best.number, side) / f"{pair.seed}.json")
-        seconds = {seed: span(load.confirmation(seed)) for seed in seeds}
-        return assess(comparison, self.slo, seconds, best.number, baseline.feasible)
-
-    def _confirming(self, done: int, planned: int, what: str) -> None:
-        self.observer.budget(self.clock.spent, self.job.budget)
-        self.observer.step(f"run {done + 1} of {planned} ({what})", self.load.run_seconds)
 
     def _save_spent(self) -> None:
         """The workers' clocks go together: as much time is spent as the one says that was there first."""

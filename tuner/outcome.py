@@ -9,10 +9,9 @@ from typing import Literal
 from loadgen.flags import render
 from loadgen.slo import STATISTICS, format_value
 from tuner.confirm import Change, Confirmation
-from tuner.result import TrialResult
+from tuner.runs.result import TrialResult
 from tuner.slo import Objective, Slo
-from tuner.space import Space
-from tuner.study import describe_changes
+from tuner.space.space import Space, describe_changes
 
 Kind = Literal["better", "baseline", "infeasible", "failed", "interrupted", "measured"]
 """better: a config is confirmed. baseline: nothing beats the user's config. infeasible: nothing holds the

@@ -16,9 +16,9 @@ import optuna
 
 from loadgen.slo import format_value
 from tuner.outcome import Outcome, label
-from tuner.result import Measurement, Reading, TrialResult, without_nan
+from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
 from tuner.slo import Slo
-from tuner.storage import open_storage
+from tuner.workers.storage import open_storage
 
 SHOWN = ("itl_p99", "ttft_p95", "throughput")
 """Compared with what was measured then, beside the objective."""

@@ -15,10 +15,10 @@ from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import SimulatedTarget
 from tuner.job import Job
-from tuner.knobs import Surroundings
-from tuner.launch import BUNDLED_HUB_ID
-from tuner.space import build_space, effective
-from tuner.space_file import SpaceFile
+from tuner.report.launch import BUNDLED_HUB_ID
+from tuner.space.file import SpaceFile
+from tuner.space.knobs import Surroundings
+from tuner.space.space import build_space, effective
 
 KINDS = {"bundled": "vtune", "vllm": "vllm", "sglang": "sglang"}
 """``--target`` -> whose command (``ServerCommand.engine``) starts such a server."""

@@ -16,17 +16,17 @@ from loadgen.slo import Bound
 from loadgen.target import CLIENT_KILLED, OpenTarget, Target, TargetFailed
 from loadgen.wire import Progress
 from loadgen.workload import Schedule
-from tuner.findings import examine
 from tuner.interrupts import Interrupts
-from tuner.load import Traffic, span
-from tuner.measure import Run, measure
 from tuner.observer import Observer
-from tuner.patience import Patience
-from tuner.result import SERVES, Measurement, Status, TrialResult
-from tuner.rungs import reason_to_stop
-from tuner.scrape import read_figures
+from tuner.runs.findings import examine
+from tuner.runs.load import Traffic, span
+from tuner.runs.measure import Run, measure
+from tuner.runs.patience import Patience
+from tuner.runs.result import SERVES, Measurement, Status, TrialResult
+from tuner.runs.rungs import reason_to_stop
+from tuner.runs.scrape import read_figures
+from tuner.search.study import Proposal
 from tuner.slo import Slo
-from tuner.study import Proposal
 
 BROKEN_SHARE = 0.5
 """A server that fails this share of the requests, or more, is taken for one that does not serve."""

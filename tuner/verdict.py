@@ -14,12 +14,12 @@ import optuna
 from rich.console import Console
 
 from loadgen.target import Target
-from tuner.facts import report_facts
 from tuner.loads import Advice, compare_loads
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
 from tuner.regression import KEY
-from tuner.report import write_report
+from tuner.report.facts import report_facts
+from tuner.report.report import write_report
 
 ATTRIBUTE = "verdict"
 

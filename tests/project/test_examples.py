@@ -15,7 +15,7 @@ from pages import ROOT
 import vtune_cli
 from tuner.budget import parse_seconds
 from tuner.slo import parse_slo
-from tuner.storage import mask
+from tuner.workers.storage import mask
 
 EXAMPLES = ROOT / "docs" / "examples"
 SLURM, KUBERNETES = EXAMPLES / "vtune-slurm.sh", EXAMPLES / "vtune-kubernetes.yaml"

@@ -10,7 +10,7 @@ from typing import Any
 from loadgen.record import ClientStats, Failure, Records, RequestRecord
 from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
 from loadgen.workload import PlannedRequest, Schedule
-from tuner.result import Measurement, Reading
+from tuner.runs.result import Measurement, Reading
 
 DEFAULTS = {"max_num_batched_tokens": 2048, "max_num_seqs": 128, "long_prefill_token_threshold": 0}
 CLOSED_GAP = 0.5

@@ -22,13 +22,13 @@ import tuner.verdict as verdict_module
 from loadgen.target import OpenTarget
 from tuner.interrupts import Interrupts
 from tuner.job import Job
-from tuner.machine import Machine
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
 from tuner.slo import parse_slo
-from tuner.storage import Heartbeat, Patience, open_storage, open_study
 from tuner.trial import Bench
-from tuner.workers import SharedCrew
+from tuner.workers.crew import SharedCrew
+from tuner.workers.machine import Machine
+from tuner.workers.storage import Heartbeat, Patience, open_storage, open_study
 
 HEARTBEAT = Heartbeat(interval=0.1, grace=600.0)
 """However slowly a machine's tests run, nobody is taken for dead but by :meth:`Crew.bury`."""
@@ -159,7 +159,7 @@ class Crew:
 
 
 def unexamined(*_: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """What :func:`tuner.findings.examine` returns for a trial of which the doctor finds nothing."""
+    """What :func:`tuner.runs.findings.examine` returns for a trial of which the doctor finds nothing."""
     return (), ()
 
 

@@ -4,7 +4,7 @@ from analytic_target import AnalyticTarget
 from loadgen.compare import compare
 from loadgen.workload import preset
 from tuner.confirm import Change, assess
-from tuner.load import Load, span
+from tuner.runs.load import Load, span
 from tuner.slo import PRESETS, parse_slo
 
 LOAD = Load(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)

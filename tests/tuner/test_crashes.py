@@ -1,8 +1,8 @@
 import pytest
 
-from tuner.crashes import Crashes, cause_of
-from tuner.result import SERVES, Measurement, TrialResult
-from tuner.space import build_space, effective
+from tuner.runs.result import SERVES, Measurement, TrialResult
+from tuner.search.crashes import Crashes, cause_of
+from tuner.space.space import build_space, effective
 
 DEFAULTS = effective({}, "vllm")
 SPACE = build_space(DEFAULTS, 8192, vary={"kv_cache_dtype": ("auto", "fp8")})

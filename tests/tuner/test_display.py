@@ -5,7 +5,7 @@ from rich.console import Console
 
 from loadgen.wire import Progress
 from tuner.display import LiveObserver, PlainObserver, make_observer
-from tuner.result import TrialResult
+from tuner.runs.result import TrialResult
 
 
 def tell_a_story(observer):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.dynamic import Curve, advise, advised, crossing, regimes, to_json
-from tuner.result import Reading
+from tuner.runs.result import Reading
 
 LOADS = (1.0, 4.0, 16.0)
 SPECULATION = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}

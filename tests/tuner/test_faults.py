@@ -24,7 +24,7 @@ import pytest
 from analytic_target import AnalyticTarget
 from rich.console import Console
 
-import tuner.report as report_module
+import tuner.report.report as report_module
 import tuner.verdict as verdict_module
 from loadgen.clock import UnixClock
 from loadgen.record import write_atomically
@@ -33,14 +33,14 @@ from loadgen.targets.scraper import Scraper
 from loadgen.targets.server import ServerTarget
 from tuner.interrupts import Interrupts
 from tuner.job import Job
-from tuner.load import Load
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
+from tuner.runs.load import Load
 from tuner.slo import parse_slo
-from tuner.storage import open_study
 from tuner.trial import Bench, ClientKilled, Criteria, SetupFailed
-from tuner.workers import Pulse
-from tuner.workers_local import LocalWorker, LocalWorkers, WorkersError, shares
+from tuner.workers.crew import Pulse
+from tuner.workers.local import LocalWorker, LocalWorkers, WorkersError, shares
+from tuner.workers.storage import open_study
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests" / "fake_server.py"

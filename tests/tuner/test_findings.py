@@ -12,15 +12,15 @@ from llama_8b import CONFIG
 
 from loadgen.slo import parse_bounds
 from loadgen.targets.simulated import SimulatedTarget
-from tuner.findings import TrialFinding, examine, objectives
 from tuner.interrupts import Interrupts
 from tuner.job import Job
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
-from tuner.result import TrialResult
+from tuner.runs.findings import TrialFinding, examine, objectives
+from tuner.runs.result import TrialResult
 from tuner.slo import parse_slo
-from tuner.storage import open_study
 from tuner.trial import Bench
+from tuner.workers.storage import open_study
 
 FLAGS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
 

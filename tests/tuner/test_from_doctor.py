@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from tuner.findings import TrialFinding
-from tuner.from_doctor import MOST, FindingsError, of_trial, prescribed, read_findings
-from tuner.space import build_space, effective
+from tuner.runs.findings import TrialFinding
+from tuner.search.from_doctor import MOST, FindingsError, of_trial, prescribed, read_findings
+from tuner.space.space import build_space, effective
 
 SPACE = build_space(effective({}, "vllm"), 8192)
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy.optimize import check_grad
 
-from tuner import gp
-from tuner.gp import Points
+from tuner.search import gp
+from tuner.search.gp import Points
 
 rng = np.random.default_rng(3)
 SEEN, UNSEEN = rng.random((24, 4)), rng.random((400, 4))

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from loadgen.targets.offered_flags import OfferedFlags
-from tuner.knobs import KNOBS, default_of, knobs_of
-from tuner.memory import MemoryPlan
-from tuner.space import (
+from tuner.space.knobs import KNOBS, default_of, knobs_of
+from tuner.space.memory import MemoryPlan
+from tuner.space.space import (
     DRAFTS,
     SPECULATION,
     THRESHOLD,

@@ -3,7 +3,7 @@ import shlex
 import yaml
 
 from loadgen.flags import parse_command
-from tuner.launch import launch
+from tuner.report.launch import launch
 
 FLAGS = {
     "max_num_batched_tokens": 128,

@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from loadgen.workload import preset, schedule_hash
-from tuner.load import DECK, Load, capacity_schedule, prefill_schedule, span
+from tuner.runs.load import DECK, Load, capacity_schedule, prefill_schedule, span
 
 MIXED = preset("mixed", max_model_len=8192)
 

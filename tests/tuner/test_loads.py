@@ -20,17 +20,17 @@ from typer.testing import CliRunner
 from loadgen.record import Records
 from loadgen.target import StartFailed
 from loadgen.workload import Schedule
-from tuner.facts import report_facts
 from tuner.interrupts import Interrupts
 from tuner.job import Job
-from tuner.load import span
 from tuner.loads import compare_loads
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
-from tuner.report import write_report
+from tuner.report.facts import report_facts
+from tuner.report.report import write_report
+from tuner.runs.load import span
 from tuner.slo import parse_slo
-from tuner.storage import open_study
 from tuner.trial import Bench
+from tuner.workers.storage import open_study
 from vtune_cli import app
 
 CROSSING = 2.0
@@ -189,7 +189,7 @@ def test_an_interrupt_keeps_what_was_measured(done: tuple[Optimizer, Any]) -> No
 def test_without_loads_nothing_is_compared(loads: Any, done: tuple[Optimizer, Any]) -> None:
     optimizer, outcome = done
     changed = copy.copy(optimizer)
-    changed.job = replace(optimizer.job, loads=loads)
+    changed.offer = replace(optimizer.offer, job=replace(optimizer.job, loads=loads))
     assert compare_loads(changed, outcome) is None
 
 

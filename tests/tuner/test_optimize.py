@@ -11,10 +11,10 @@ from tuner.interrupts import Interrupts
 from tuner.job import Job
 from tuner.observer import Observer
 from tuner.optimize import MAX_FAILURES, Optimizer
+from tuner.search.study import BASELINE
 from tuner.slo import parse_slo
-from tuner.storage import open_study
-from tuner.study import BASELINE
 from tuner.trial import Bench, SetupFailed
+from tuner.workers.storage import open_study
 
 
 class Notebook(Observer):

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from tuner.pareto import pareto_front
-from tuner.result import Measurement, Reading, TrialResult
+from tuner.report.pareto import pareto_front
+from tuner.runs.result import Measurement, Reading, TrialResult
 
 
 def trial(number, itl, ttft, throughput, missed=-0.1, status="measured"):

@@ -1,6 +1,6 @@
 import threading
 
-from tuner.patience import Patience
+from tuner.runs.patience import Patience
 
 
 def wait(event):

@@ -27,6 +27,7 @@ def command(*arguments, fake=(), trials=2):
     if not arguments or arguments[0] != "resume":
         common += ["--target", target("--time-scale", "0.2", *fake), "--rate", "25", "--workload", "random"]
         common += ["--run-time", "1s", "--pairs", "2", "--trials", str(trials)]
+        common += ["--slo", "ttft_p95<60s"]  # held on however busy a machine
     else:
         arguments = arguments[1:]
     return [*VTUNE, "optimize", *common, *arguments]
@@ -155,8 +156,7 @@ def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start, run, tmp_path):
     stdout, _ = process.communicate(timeout=30)
     stderr = (tmp_path / "stderr").read_text()
     assert process.returncode == 130
-    said = ("best so far", "nothing that was measured holds the SLO")  # a busy machine may miss it
-    assert stdout.startswith(tuple(f"Interrupted; {what}" for what in said))
+    assert stdout.startswith("Interrupted; best so far")
     assert "go on with: vtune optimize --study s --out out" in stderr
     assert "Traceback" not in stderr
     assert json.loads((tmp_path / "out" / "report.json").read_text())["verdict"] == "interrupted"

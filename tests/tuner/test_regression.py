@@ -14,18 +14,18 @@ from analytic_target import AnalyticTarget, does_not_start
 from llama_8b import CONFIG
 from typer.testing import CliRunner
 
-from tuner.facts import report_facts
 from tuner.interrupts import Interrupts
 from tuner.job import Job
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
 from tuner.regression import KEY, PreviousError, Recommendation, read_previous
-from tuner.report import Facts, write_report
-from tuner.reproduce import command_of
+from tuner.report.facts import report_facts
+from tuner.report.report import Facts, write_report
+from tuner.report.reproduce import command_of
 from tuner.slo import parse_slo
-from tuner.storage import open_storage, open_study
 from tuner.trial import Bench
+from tuner.workers.storage import open_storage, open_study
 from vtune_cli import app
 
 

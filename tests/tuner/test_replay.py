@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 
 from loadgen.options import Oversized
 from loadgen.traces import Trace, TraceError, TraceRow
-from tuner.load import CONFIRM, SEEDS
 from tuner.options import Replay
-from tuner.replay import MIN_REQUESTS, ReplayLoad, digest, read_replay
+from tuner.runs.load import CONFIRM, SEEDS
+from tuner.runs.replay import MIN_REQUESTS, ReplayLoad, digest, read_replay
 from vtune_cli import app
 
 REPLAY = Replay(replay=Path("trace.csv"))

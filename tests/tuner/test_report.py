@@ -9,22 +9,22 @@ import optuna
 import pytest
 from analytic_target import AnalyticTarget, does_not_start
 
-from tuner import plots
-from tuner.cost import cost
-from tuner.coverage import coverage
-from tuner.curves import KnobCurve, Point, along
-from tuner.facts import report_facts
-from tuner.findings import TrialFinding
 from tuner.interrupts import Interrupts
 from tuner.job import Job
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
-from tuner.report import figures, write_report
-from tuner.result import Measurement, Reading, TrialResult
+from tuner.report import plots
+from tuner.report.cost import cost
+from tuner.report.coverage import coverage
+from tuner.report.curves import KnobCurve, Point, along
+from tuner.report.facts import report_facts
+from tuner.report.report import figures, write_report
+from tuner.runs.findings import TrialFinding
+from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.slo import parse_slo
-from tuner.space import config_key, render_value
-from tuner.storage import open_study
+from tuner.space.space import config_key, render_value
 from tuner.trial import Bench
+from tuner.workers.storage import open_study
 
 
 def oom_below_80(config):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from doctor.expression import ExpressionError, parse_comparison, parse_expression
 from doctor.reading import Missing, Number
-from tuner.rules import RULES, Rule, evaluate
-from tuner.space import build_space, effective
+from tuner.space.rules import RULES, Rule, evaluate
+from tuner.space.space import build_space, effective
 
 VALUES = {"a": 3.0, "b": 0.5, "c": -2.0}
 NAMES = st.sampled_from([*VALUES, "4", "0.25", "7"])

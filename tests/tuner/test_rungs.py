@@ -3,8 +3,8 @@ import math
 import pytest
 
 from loadgen.slo import Bound
-from tuner.result import Measurement, Reading
-from tuner.rungs import reason_to_stop
+from tuner.runs.result import Measurement, Reading
+from tuner.runs.rungs import reason_to_stop
 from tuner.slo import NO_BACKLOG, NO_FAILURE, Objective
 
 ITL = Objective("itl_p99", "minimize")

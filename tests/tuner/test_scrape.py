@@ -1,4 +1,4 @@
-from tuner.scrape import ServerFigures, read_figures
+from tuner.runs.scrape import ServerFigures, read_figures
 
 SCRAPE = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{{engine="0"}} {running}

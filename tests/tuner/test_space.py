@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.space import (
+from tuner.space.space import (
     DRAFTS,
     SPECULATION,
     THRESHOLD,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tuner.space import DRAFTS, SPECULATION, Space, Surroundings, build_space, effective
-from tuner.space_file import SpaceError, SpaceFile, read_space_file
+from tuner.space.file import SpaceError, SpaceFile, read_space_file
+from tuner.space.space import DRAFTS, SPECULATION, Space, Surroundings, build_space, effective
 
 DOCS = Path(__file__).parents[2] / "docs" / "targets.md"
 BASELINE = effective({}, "bundled")

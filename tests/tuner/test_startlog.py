@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.memory import MemoryPlan
-from tuner.space import Surroundings, build_space, effective
-from tuner.startlog import read_start_log
+from tuner.space.memory import MemoryPlan
+from tuner.space.space import Surroundings, build_space, effective
+from tuner.space.startlog import read_start_log
 
 GIB, MIB = 1 << 30, 1 << 20
 BUNDLED = """

@@ -13,7 +13,7 @@ from optuna.trial import TrialState
 
 from tuner.output import OutputError, locked
 from tuner.slo import parse_slo
-from tuner.storage import (
+from tuner.workers.storage import (
     Heartbeat,
     Patience,
     SharedStorage,

@@ -4,13 +4,13 @@ import optuna
 import pytest
 from analytic_target import measure
 
-from tuner.result import SERVES, TrialResult
+from tuner.runs.result import SERVES, TrialResult
+from tuner.search.strategies import STRATEGIES
+from tuner.search.strategy import BASELINE, StaircaseStrategy
+from tuner.search.study import Study
 from tuner.slo import PRESETS
-from tuner.space import build_space, effective
-from tuner.storage import open_study
-from tuner.strategies import STRATEGIES
-from tuner.strategy import BASELINE, StaircaseStrategy
-from tuner.study import Study
+from tuner.space.space import build_space, effective
+from tuner.workers.storage import open_study
 
 SLO = PRESETS["itl"]
 DEFAULTS = effective({}, "bundled")

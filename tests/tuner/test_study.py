@@ -5,11 +5,11 @@ import pytest
 from analytic_target import measure
 from optuna.trial import TrialState
 
-from tuner.result import SERVES, Measurement, Reading, TrialResult
+from tuner.runs.result import SERVES, Measurement, Reading, TrialResult
+from tuner.search.study import BASELINE, RULE, Study
 from tuner.slo import PRESETS
-from tuner.space import THRESHOLD, build_space, effective
-from tuner.storage import StorageError, open_storage, open_study
-from tuner.study import BASELINE, RULE, Study, describe_changes
+from tuner.space.space import THRESHOLD, build_space, describe_changes, effective
+from tuner.workers.storage import StorageError, open_storage, open_study
 
 SLO = PRESETS["itl"]
 DEFAULTS = effective({}, "bundled")

@@ -4,7 +4,7 @@ import pytest
 from analytic_target import AnalyticServer, AnalyticTarget
 
 from loadgen.workload import preset
-from tuner.survey import FIRST_BURST, Survey, find_capacity, fitting_scale, prefill_speed
+from tuner.runs.survey import FIRST_BURST, Survey, find_capacity, fitting_scale, prefill_speed
 
 MIXED = preset("mixed", max_model_len=8192)
 

@@ -15,20 +15,20 @@ from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.offered_flags import OfferedFlags
 from loadgen.targets.server import ServerTarget
 from tuner.command import Options, new_job
-from tuner.findings import TrialFinding
 from tuner.interrupts import Interrupts
 from tuner.job import Job
-from tuner.knobs import KNOBS
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
 from tuner.outcome import as_it_runs
-from tuner.reproduce import command_of
-from tuner.result import Measurement, Reading, TrialResult
+from tuner.report.reproduce import command_of
+from tuner.runs.findings import TrialFinding
+from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.slo import parse_slo
-from tuner.space import SpaceError
-from tuner.storage import open_study
+from tuner.space.knobs import KNOBS
+from tuner.space.space import SpaceError
 from tuner.target import TargetError, check_offered, make_target, started_as
 from tuner.trial import Bench
+from tuner.workers.storage import open_study
 
 FAKE = Path(__file__).parents[1] / "fake_server.py"
 VLLM = "A=1 B='x y' numactl -N 0 /opt/bin/vllm serve 'my model' --max-num-seqs 64 --port 80"

@@ -1,0 +1,120 @@
+"""The last act: the best candidates of a search, one after the other, against the baseline on fresh runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loadgen.compare import compare
+from loadgen.target import TargetFailed
+from tuner.budget import Clock, Plan
+from tuner.confirm import Confirmation, assess, record_directory
+from tuner.job import Job
+from tuner.outcome import Outcome, as_it_runs, better, broken, refuted, unconfirmed, without_confirmation
+from tuner.runs.load import Traffic, span
+from tuner.runs.measure import goodput_bounds
+from tuner.runs.result import TrialResult
+from tuner.search.strategy import SLACK
+from tuner.search.study import Study
+from tuner.slo import Slo
+from tuner.space.config import Config
+from tuner.trial import Bench, SetupFailed
+
+MAX_CONFIRMED = 3
+"""Candidates that are confirmed, one after the other, where the budget lasts."""
+
+
+@dataclass(frozen=True)
+class Finals:
+    """``flags``: what is given on the command line for a config. ``ended``: why the search did."""
+
+    job: Job
+    slo: Slo
+    bench: Bench
+    study: Study
+    plan: Plan
+    clock: Clock
+    load: Callable[[], Traffic]
+    flags: Callable[[Config], Mapping[str, Any]]
+    ended: str
+
+    def outcome(self) -> Outcome:
+        """Raises SetupFailed and KeyboardInterrupt."""
+        study, slo, ended, observer = self.study, self.slo, self.ended, self.bench.observer
+        baseline = study.baseline
+        assert baseline is not None, "a search begins with the baseline"
+        if not self.bench.target.restartable:
+            return as_it_runs(baseline, self.bench.target.name, slo, ended)
+        first = next((c for c in study.candidates() if self._worth_confirming(c, baseline)), None)
+        if first is None:
+            return without_confirmation(study.results, baseline, study.space, slo, ended)
+        if baseline.status == "failed":
+            return unconfirmed(first, baseline, study.space, slo, ended)
+        observer.phase("confirmation")
+        candidate, outcome = first, self._confirmed(first, baseline)
+        for _ in range(MAX_CONFIRMED - 1):
+            if outcome.kind == "better" or (safer := self._safer(candidate)) is None:
+                break
+            observer.note(f"{outcome.sentence}. There is time for the next best")
+            candidate, outcome = safer, self._confirmed(safer, baseline)
+        return outcome
+
+    def _worth_confirming(self, candidate: TrialResult, baseline: TrialResult) -> bool:
+        """Unless one measurement each shows already that the candidate is no better than the baseline."""
+        if not baseline.feasible:
+            return True
+        objective = self.slo.objective
+        ours, theirs = baseline.reading(objective), candidate.reading(objective)
+        if objective.better(theirs.value, ours.value):
+            return True
+        overlap = theirs.low < ours.high if objective.direction == "minimize" else theirs.high > ours.low
+        return overlap and theirs.value != ours.value
+
+    def _safer(self, refused: TrialResult) -> TrialResult | None:
+        """The next candidate that keeps more distance to the bounds, if there is time to confirm it too."""
+        if self.job.budget is not None and self.clock.spent + self.plan.confirm_seconds > self.job.budget:
+            return None
+        others = self.study.candidates()[1:]
+        safer = (r for r in others if r.slack >= refused.slack + SLACK and self.study.space.changes(r.config))
+        return next(safer, None)
+
+    def _confirmed(self, best: TrialResult, baseline: TrialResult) -> Outcome:
+        space, confirmation = self.study.space, self._confirm(best, baseline)
+        if isinstance(confirmation, str):
+            return broken(best, space, confirmation, self.ended)
+        if confirmation.confirmed:
+            return better(best, space, self.slo, confirmation, self.ended)
+        return refuted(best, space, confirmation, self.ended)
+
+    def _confirm(self, best: TrialResult, baseline: TrialResult) -> Confirmation | str:
+        """Fresh runs of both; a sentence where the best config did not serve them."""
+        load = self.load()
+        seeds = load.confirmation_seeds(self.plan.pairs)
+        self.bench.observer.note(f"best so far against the baseline on {len(seeds)} fresh seeds, in turn")
+        try:
+            with self.bench.interrupts.load() as stop:
+                comparison = compare(
+                    self.bench.target,
+                    self.job.flags,
+                    self.flags(best.config),
+                    load.confirmation,
+                    seeds=seeds,
+                    metrics=[],
+                    bounds=goodput_bounds(self.slo),
+                    progress=self._confirming,
+                    stop=stop,
+                )
+        except TargetFailed as failure:
+            if failure.environmental or failure.side == "a":
+                raise SetupFailed(f"confirmation: {failure.detail}\n{failure.log_tail}".strip()) from None
+            return f"{failure.reason}: {failure.detail}"
+        for pair in comparison.pairs:
+            for side, records in (("before", pair.a), ("after", pair.b)):
+                records.save(self.bench.out / record_directory(best.number, side) / f"{pair.seed}.json")
+        seconds = {seed: span(load.confirmation(seed)) for seed in seeds}
+        return assess(comparison, self.slo, seconds, best.number, baseline.feasible)
+
+    def _confirming(self, done: int, planned: int, what: str) -> None:
+        self.bench.observer.budget(self.clock.spent, self.job.budget)
+        self.bench.observer.step(f"run {done + 1} of {planned} ({what})", self.load().run_seconds)

@@ -1,0 +1,156 @@
+"""The load that a study offers: as the job asks for it, or found out on the first server that comes up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from loadgen.target import OpenTarget
+from loadgen.targets.offered_flags import OfferedFlags
+from loadgen.traces import Trace
+from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload
+from loadgen.workload_file import workload_of
+from tuner.job import Job
+from tuner.options import Replay
+from tuner.runs.load import Load, Traffic
+from tuner.runs.replay import ReplayLoad, read_replay
+from tuner.runs.survey import OFFERED_SHARE, Survey, find_capacity, fitting_scale, prefill_speed
+from tuner.slo import Slo
+from tuner.space.memory import MemoryPlan
+from tuner.space.space import Surroundings, effective
+from tuner.space.startlog import read_start_log
+from tuner.trial import Bench
+
+FALLBACK_CONTEXT = 4096
+"""Context length assumed where the baseline does not come up to be asked."""
+PROBE_TOKENS = 1024
+CAPACITY_SHARE = 0.5
+"""Length of a closed loop to find the capacity, as a share of a run."""
+
+
+@dataclass
+class Offer:
+    """What ``job`` offers; a survey of a server says the rest."""
+
+    job: Job
+    slo: Slo
+    bench: Bench
+
+    @cached_property
+    def trace(self) -> Trace | None:
+        """What is replayed; None where a workload is drawn."""
+        return read_replay(self.job.replay) if self.job.replay else None
+
+    @cached_property
+    def flags(self) -> OfferedFlags | None:
+        """The flags that the target takes, as far as it says."""
+        return self.bench.target.offered_flags()
+
+    @property
+    def rate(self) -> float | None:
+        """Requests/s as asked for; None: to be found out."""
+        if self.job.replay is None or self.trace is None:
+            return self.job.rate
+        return self.trace.rate * self.job.replay["rate_scale"]
+
+    def known(self, survey: Survey) -> bool:
+        """Whether there is a load: not before some server came up, unless the job says."""
+        return self.trace is not None or (survey.rate or survey.concurrency) is not None
+
+    def load(self, survey: Survey) -> Traffic:
+        """The load of every trial; the survey must know one."""
+        if self.trace is not None:
+            return self._replayed(survey.max_model_len)
+        workload = self.workload(survey.max_model_len, survey.scale)
+        return Load(workload, self.job.seed, self.job.run_seconds, survey.rate, survey.concurrency)
+
+    def levels(self, survey: Survey) -> tuple[float, ...]:
+        """Levels of load to compare configs at, once there is a best one; rising, () for none."""
+        if self.job.loads is not None:
+            return self.job.loads
+        return self.load(survey).levels() if self.known(survey) else ()
+
+    def workload(self, max_model_len: int, scale: float | None) -> Workload:
+        return workload_of(
+            self.job.workload, max_model_len=max_model_len, vocab_size=DEFAULT_VOCAB_SIZE, scale=scale
+        )
+
+    def _replayed(self, max_model_len: int) -> ReplayLoad:
+        job, kept = self.job, self._kept
+        assert job.replay is not None, "there is a trace where it is replayed"
+        assert self.trace is not None
+        if max_model_len not in kept:
+            replay = Replay.from_json(job.replay)
+            kept[max_model_len] = ReplayLoad.of(
+                replay, self.trace, job.seed, job.run_seconds, max_model_len, concurrency=job.concurrency
+            )
+        return kept[max_model_len]
+
+    @cached_property
+    def _kept(self) -> dict[int, ReplayLoad]:
+        """By context length: to cut a long trace takes a while."""
+        return {}
+
+    # What a server tells.
+
+    def survey(self, server: OpenTarget) -> Survey:
+        """Ask and time the server. Raises RunFailed, Stuck, KeyboardInterrupt."""
+        job, observer = self.job, self.bench.observer
+        context = server.max_model_len or self.blind_survey().max_model_len
+        observer.step("timing a lone prefill")
+        probe, tokens = self.workload(context, job.scale), min(PROBE_TOKENS, context // 2)
+        speed = prefill_speed(server, probe, tokens, job.seed, self.bench.run)
+        scale = job.scale or fitting_scale(job.workload, context, speed)
+        workload = self.workload(context, scale)
+        observer.note(
+            f"a lone prompt is prefilled at {speed:.0f} tokens/s"
+            + (f"; load: {workload.description}" if self.trace is None else "")
+        )
+        survey = Survey(
+            context, server.start_seconds, speed, rate=self.rate, concurrency=job.concurrency, scale=scale
+        )
+        if not self.known(survey):
+            survey = self._measured(survey, workload, server)
+            observer.note(survey.describe())
+        return survey
+
+    def _measured(self, survey: Survey, workload: Workload, server: OpenTarget) -> Survey:
+        """With a rate, or a concurrency, by what the server can do."""
+        self.bench.observer.step("finding the capacity in a closed loop")
+        seqs = effective(self.job.flags, self.job.server)["max_num_seqs"]
+        seconds = CAPACITY_SHARE * self.job.run_seconds
+        found = find_capacity(server, workload, self.job.seed, seconds, self.bench.run, seqs)
+        _, concurrency, rate = found[-1]
+        if self.slo.saturated:
+            return replace(survey, capacity=found, concurrency=concurrency)
+        return replace(survey, capacity=found, rate=OFFERED_SHARE * rate)
+
+    def blind_survey(self) -> Survey:
+        """For a baseline that does not come up: what the job and the program say."""
+        context = self.job.flags.get("max_model_len")
+        version = (self.flags.version if self.flags else None) or ""
+        told = read_start_log("", self.job.server, self.job.flags, version=version)
+        return Survey(
+            max_model_len=context if isinstance(context, int) else FALLBACK_CONTEXT,
+            start_seconds=math.nan,
+            prefill_speed=math.nan,
+            rate=self.rate,
+            concurrency=self.job.concurrency,
+            scale=self.job.scale,
+            version=version,
+            known=told.flags,
+        )
+
+    def surroundings(self, survey: Survey) -> Surroundings:
+        """What the survey and the workload say about the space."""
+        longest = mean = None
+        if self.trace is None:
+            classes = self.workload(survey.max_model_len, survey.scale).classes
+            longest = max(c.prompt.high + c.output.high for c in classes)
+            shares = sum(c.weight for c in classes)
+            mean = sum(c.weight * (c.prompt.mean + c.output.mean) for c in classes) / shares
+        memory = MemoryPlan(**survey.memory) if survey.memory else None
+        return Surroundings(
+            self.job.server, survey.max_model_len, longest, mean, offered=self.flags, memory=memory
+        )

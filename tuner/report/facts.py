@@ -1,0 +1,89 @@
+"""Everything that a report says of a study, gathered from where it is known."""
+
+from __future__ import annotations
+
+from loadgen.target import Target
+from tuner.loads import Advice
+from tuner.optimize import Optimizer
+from tuner.outcome import Outcome
+from tuner.regression import Recommendation, compare_with, recommendation
+from tuner.report.cost import SPENT_ON
+from tuner.report.curves import along
+from tuner.report.launch import launch
+from tuner.report.report import Facts
+from tuner.report.reproduce import command_of
+from tuner.search.model import ModelStrategy
+from tuner.search.prior import SimulatedPrior
+from tuner.space.space import config_key
+
+MAX_ASKED = 16
+"""Simulated runs for the report alone: a few seconds."""
+
+
+def report_facts(
+    name: str, optimizer: Optimizer, outcome: Outcome, target: Target, advice: Advice | None = None
+) -> Facts:
+    """For a study whose baseline was begun."""
+    job, study, survey = optimizer.job, optimizer.study, optimizer.survey
+    baseline = study.baseline
+    flags = job.flags if outcome.best is None else optimizer.flags(outcome.best.config)
+    load = optimizer.load.description if survey.rate or survey.concurrency else "none: no server came up"
+    seconds = optimizer.clock.spent  # before what the report itself simulates
+    predictions, prior = _predictions(optimizer, outcome)
+    recommended, regression = None, None
+    if baseline is not None:
+        recommended = recommendation(name, outcome, baseline, flags, load, job.to_json())
+        if job.baseline is not None:
+            previous = Recommendation.from_json(job.baseline)
+            regression = compare_with(previous, outcome, baseline, optimizer.slo)
+    return Facts(
+        study=name,
+        slo=optimizer.slo,
+        space=study.space,
+        outcome=outcome,
+        results=study.results,
+        importances=study.importances(),
+        baseline_launch=launch(target.launch_command(job.flags), job.model, job.flags),
+        best_launch=launch(target.launch_command(flags), job.model, flags) if outcome.best else None,
+        load=load,
+        survey=survey.describe() if survey.capacity else "the load was given",
+        plan=optimizer.plan.describe() if optimizer.plan else "",
+        seconds=seconds,
+        target=target.name,
+        out=optimizer.bench.out,
+        estimate=target.estimate,
+        command=command_of(job, survey.rate, survey.concurrency),
+        recommendation=recommended,
+        regression=regression,
+        advice=advice,
+        predictions=predictions,
+        prior=prior,
+        spent_on=optimizer.record.user_attrs.get(SPENT_ON, {}),
+    )
+
+
+def _predictions(optimizer: Optimizer, outcome: Outcome) -> tuple[dict[str, dict[str, float]], str]:
+    """What is simulated of configs, by config_key, and where that comes from.
+
+    Beside what the search asked, the values of each knob through the recommended config, up to MAX_ASKED.
+    """
+    strategy, space = optimizer.study.strategy, optimizer.study.space
+    prior = strategy.prior if isinstance(strategy, ModelStrategy) else None
+    if optimizer.job.simulated and optimizer.offer.known(optimizer.survey):
+        target = optimizer.bench.target
+        prior = SimulatedPrior(target, optimizer.load, optimizer.slo, optimizer.flags)
+    if prior is None:
+        return {}, ""
+    best = outcome.best.config if outcome.best else space.baseline
+    measured = {config_key(r.config) for r in optimizer.study.results if r.measurement}
+    wanted = {
+        config_key(c): c for axis in space.axes for c in along(axis, best, space) if not space.refusals(c)
+    }
+    if outcome.kind != "interrupted":
+        skipped = measured if optimizer.job.simulated else set()  # there a prediction is the measurement
+        asked = [c for key, c in wanted.items() if key not in prior.known and key not in skipped]
+        prior.ask(asked[:MAX_ASKED])
+    known = {
+        key: dict(prediction.values) for key, prediction in prior.known.items() if not prediction.failure
+    }
+    return known, prior.source

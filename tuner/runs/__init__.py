@@ -1,0 +1,1 @@
+"""The load of a trial, and what came of it."""

@@ -1,0 +1,112 @@
+"""What must be known before a search: the model's context, the device's speed, and the load to offer.
+
+Taken on the first server that comes up, which is the baseline's unless that does not start.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+from loadgen.record import Records
+from loadgen.target import OpenTarget
+from loadgen.workload import REFERENCE_CONTEXT, Schedule, Workload, preset
+from loadgen.workload_file import is_file
+from tuner.runs.load import capacity_schedule, prefill_schedule
+from tuner.runs.result import without_nan
+
+OFFERED_SHARE = 0.7
+"""Of the capacity found. Above it queues grow at the least disturbance; far below it nothing binds."""
+LONGEST_PREFILL = 4.0
+"""Seconds that the longest prompt of a workload may take to prefill, about twice what 20,000 tokens take on a
+data-centre GPU: on a slow device prompts are scaled down to it, so that the load keeps its proportions and a
+run holds enough requests to say something.
+"""
+FIRST_BURST, MAX_BURST = 40, 5120
+"""Requests of the first and the largest closed loop."""
+
+RunLoad = Callable[[OpenTarget, Schedule], Records]
+"""Runs a schedule on an open target, showing progress."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """``rate`` (requests/s) or ``concurrency`` is the load that every trial gets."""
+
+    max_model_len: int
+    start_seconds: float
+    prefill_speed: float
+    """Prompt tokens/s of a lone prompt; NaN where it could not be measured."""
+    capacity: tuple[tuple[int, int, float], ...] = ()
+    """(requests, concurrency, requests/s) of the closed loops that were run to find the capacity."""
+    rate: float | None = None
+    concurrency: int | None = None
+    scale: float | None = None
+    """Factor on the workload's prompt lengths; None: the context's."""
+    version: str = ""
+    """The server's; "" where it does not say."""
+    known: Mapping[str, Any] = field(default_factory=dict)
+    """Flags that the server chose by itself, as its start tells them."""
+    memory: Mapping[str, Any] | None = None
+    """Its memory plan (``tuner.space.memory.MemoryPlan``), where its log tells one."""
+
+    def describe(self) -> str:
+        count, concurrency, rate = self.capacity[-1]
+        found = f"capacity {rate:.2f} req/s ({count} requests in a closed loop of {concurrency})"
+        if self.rate is None:
+            return f"{found}; measured in a closed loop of {self.concurrency}"
+        return f"{found}; offered: {self.rate:.2f} req/s ({OFFERED_SHARE:.0%})"
+
+    def to_json(self) -> dict[str, Any]:
+        return dict(without_nan(asdict(self)))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        values: dict[str, Any] = dict(data)
+        values |= {key: math.nan for key in ("start_seconds", "prefill_speed") if data[key] is None}
+        return cls(**{**values, "capacity": tuple((n, c, rate) for n, c, rate in data["capacity"])})
+
+
+def find_capacity(
+    server: OpenTarget, workload: Workload, seed: int, seconds: float, run: RunLoad, max_seqs: int
+) -> tuple[tuple[int, int, float], ...]:
+    """Closed loops of more and more requests, until one takes ``seconds``: (requests, concurrency,
+    requests/s).
+
+    All requests of a loop are served to their end, so that prefill and decoding are there in their true
+    proportion; that the last ones run with fewer beside them makes the figure a little low. More than
+    ``max_seqs`` at a time would only queue.
+    """
+    found: list[tuple[int, int, float]] = []
+    count = FIRST_BURST
+    while True:
+        concurrency = min(count, max_seqs)
+        records = run(server, capacity_schedule(workload, seed, count, concurrency))
+        served = [r for r in records.requests if r.ok]
+        took = max((r.end for r in served), default=0) / 1e9
+        found.append((count, concurrency, len(served) / took if took else math.nan))
+        if took >= seconds or not served or 2 * count > MAX_BURST:
+            return tuple(found)
+        count *= 2
+
+
+def fitting_scale(name: str, max_model_len: int, speed: float) -> float:
+    """The factor on prompt lengths at which the workload's longest prompt fits the context, and takes no
+    longer than LONGEST_PREFILL at ``speed`` prompt tokens/s (NaN: unknown, and no bound). A workload of the
+    user's own is taken as it stands: 1.
+    """
+    if is_file(name):
+        return 1.0
+    by_context = min(1.0, max_model_len / REFERENCE_CONTEXT)
+    longest = max(cls.prompt.high for cls in preset(name, max_model_len=max_model_len).classes)
+    seconds = longest / speed
+    return by_context * LONGEST_PREFILL / seconds if seconds > LONGEST_PREFILL else by_context
+
+
+def prefill_speed(server: OpenTarget, workload: Workload, tokens: int, seed: int, run: RunLoad) -> float:
+    """Prompt tokens/s of prompts of ``tokens`` tokens that have the server for themselves."""
+    records = run(server, prefill_schedule(workload.vocab_size, tokens, seed))
+    times = [(r.chunk_at[0] - r.intended) / 1e9 for r in records.requests if r.ok and r.chunk_at]
+    return tokens / min(times) if times else math.nan

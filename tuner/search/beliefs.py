@@ -1,0 +1,264 @@
+"""What the search believes of configs: a Gaussian process for every figure of the SLO, given all trials.
+
+Figures are modelled as logarithms that should be small. A bound that is relative to the baseline is a
+difference of two values of one process, so that the noise of the baseline's own measurement is not taken for
+the baseline. Trials that were stopped early count as well, corrected by how a whole measurement compares with
+its short rung where both are known. With a prior (``prior.py``) the processes model what it misses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy.special import log_ndtr
+
+from loadgen.slo import COUNTS, Bound, name_of
+from tuner.runs.result import Measurement, Reading, TrialResult
+from tuner.search.crashes import Crashes
+from tuner.search.gp import Array, GaussianProcess, Points, fit
+from tuner.search.prior import Prior
+from tuner.search.strategy import SLACK, History
+from tuner.slo import Objective, RelativeBound
+from tuner.space.space import Axis, Config, Space, Value, config_key
+
+STOPPED = 0.1
+"""Standard deviation of a short rung's logarithm against the whole, where no trial tells."""
+UNKNOWN = 0.5
+"""The same of a reading whose interval has no end: it lacks the rare stalls."""
+TRUST = 0.5
+"""Of a reading's own interval, how much is noise between configs: they are measured on equal requests."""
+FAR = 1.5
+"""Logarithms further than this beyond a bound are all alike: far."""
+DOUBT, HEAD_START = 0.7, 3
+"""A prior's greatest weight, and how many trials its good name counts for."""
+BROKEN = 0.3
+"""Chance that a server serves although the prior says that its memory does not suffice."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure that is modelled, as a number that should be small."""
+
+    metric: str
+    cls: str | None
+    sign: int
+    """-1 for one that should be large."""
+    limit: float = 1.0
+    """What the figure is counted against; of a relative bound, the factor on the baseline's."""
+    relative: bool = False
+
+    @classmethod
+    def of(cls, wanted: Objective | Bound | RelativeBound) -> Figure:
+        match wanted:
+            case Objective():
+                return cls(wanted.metric, wanted.cls, 1 if wanted.direction == "minimize" else -1)
+            case Bound():
+                return cls(wanted.metric, wanted.cls, 1 if wanted.op == "<=" else -1, wanted.limit)
+            case RelativeBound():
+                return cls(wanted.metric, None, 1 if wanted.op == "<=" else -1, wanted.factor, relative=True)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.metric, self.cls)
+
+    @property
+    def counted(self) -> bool:
+        return self.metric in COUNTS
+
+    def value(self, scaled: float) -> float:
+        """What ``scaled`` stands for; not for counts."""
+        return self.limit * math.exp(self.sign * scaled)
+
+    def scaled(self, value: float) -> float:
+        """The logarithm of value / limit, so that 0 is the bound; of a count -0.5, or 0.5 and more beyond."""
+        if math.isnan(value):
+            return math.nan
+        if self.counted:
+            excess = value - self.limit
+            return -0.5 if excess <= 0 else 0.5 + math.log1p(excess) / 4
+        return self.sign * math.log(min(max(value, 1e-9), 1e9) / self.limit)
+
+
+class Beliefs:
+    """The processes behind a history, each fitted when it is first asked for."""
+
+    def __init__(self, history: History, prior: Prior | None = None, earlier: Beliefs | None = None) -> None:
+        """``earlier``: those of the same prior, whose surfaces are kept if nothing was simulated since."""
+        self.history, self.prior = history, prior
+        self.objective = Figure.of(history.objective)
+        self.bounds = (*map(Figure.of, history.bounds), *map(Figure.of, history.relative))
+        self._told = [r for r in history.launched if r.measurement is not None]
+        self._processes: dict[Figure, GaussianProcess | None] = {}
+        self._simulated = len(prior.known) if prior else 0
+        kept = earlier is not None and earlier._simulated == self._simulated
+        self._surfaces: dict[Figure, tuple[GaussianProcess, float] | None] = (
+            earlier._surfaces if earlier and kept else {}
+        )
+
+    def expected(self, x: Array, figure: Figure | None = None) -> tuple[Array, Array]:
+        """(means, standard deviations) of a figure's scaled value, by default the objective's."""
+        figure = figure or self.objective
+        process = self._process(figure)
+        if process is None:
+            return np.zeros(len(x)), np.ones(len(x))
+        against = self._points(figure, self._baseline) if figure.relative else None
+        mean, deviation = process(self._points(figure, x), against)
+        return (mean - figure.sign * math.log(figure.limit) if figure.relative else mean), deviation
+
+    def log_feasible(self, x: Array) -> Array:
+        """Logarithm of the chance that a server that comes up holds every bound, with SLACK to spare."""
+        total = np.zeros(len(x))
+        for figure in self.bounds:
+            if self._process(figure) is None:  # no trial has the figure, or no trial missed it
+                continue
+            mean, deviation = self.expected(x, figure)
+            total += log_ndtr((-SLACK - mean) / deviation)
+        return total
+
+    def log_serves(self, configs: Sequence[Config]) -> Array:
+        """Logarithm of the chance that a server comes up, by the prior; failures that were seen are proof."""
+        failed = [(p.config, p.failure) for p in self.prior.known.values() if p.failure] if self.prior else []
+        crashes = Crashes(self.history.space, failed, [r.config for r in self._told])
+        return np.array([math.log(BROKEN) if crashes.forbids(config) else 0.0 for config in configs])
+
+    def prior_weight(self) -> float:
+        """What the prior has earned: DOUBT at first, then the rank correlation of its objective with the
+        measured one, as more and more trials tell.
+        """
+        assert self.prior is not None, "only a prior has a weight"
+        figure, known = self.objective, self.prior.known
+        pairs = [
+            (figure.scaled(prediction.values[figure.name]), self._reading(r, figure)[0])
+            for r in self._told
+            if (prediction := known.get(config_key(r.config))) and figure.name in prediction.values
+        ]
+        ranks = [np.argsort(np.argsort(values)) for values in zip(*pairs, strict=True)]
+        if len(pairs) < 3 or len({y for _, y in pairs}) < 2:
+            return DOUBT
+        correlation = float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+        return min(DOUBT, max(1 - DOUBT, (HEAD_START + correlation * len(pairs)) / (HEAD_START + len(pairs))))
+
+    def figures(self, x: Array) -> dict[str, float]:
+        """What a config at ``x`` (1, d) is expected to measure, by the figure's name."""
+        found = {}
+        for figure in (*self.bounds, self.objective):
+            process = None if figure.counted else self._process(figure)
+            if process is not None:
+                level = float(process(self._points(figure, x))[0][0])
+                found[figure.name] = figure.value(level - figure.sign * self._offset(figure))
+        return found
+
+    @staticmethod
+    def _offset(figure: Figure) -> float:
+        return math.log(figure.limit) if figure.relative else 0.0
+
+    @cached_property
+    def _baseline(self) -> Array:
+        return encode(self.history.space, [self.history.space.baseline])
+
+    def _points(self, figure: Figure, x: Array) -> Points:
+        surface = self._surface(figure)
+        if surface is None:
+            return Points(x)
+        process, level = surface
+        return Points(x, process(Points(x))[0] - level)
+
+    def _process(self, figure: Figure) -> GaussianProcess | None:
+        if figure not in self._processes:
+            self._processes[figure] = self._fitted(figure)
+        return self._processes[figure]
+
+    def _fitted(self, figure: Figure) -> GaussianProcess | None:
+        """None where no trial has the figure, or none of them tells anything."""
+        rows = [(r, y, v) for r in self._told for y, v in [self._reading(r, figure)] if math.isfinite(y)]
+        y = np.array([value for _, value, _ in rows])
+        if not rows or (figure.counted and y.max() < 0):  # nothing to learn: every trial held it
+            return None
+        x = encode(self.history.space, [r.config for r, _, _ in rows])
+        if figure in self.bounds and not figure.relative:
+            y = np.minimum(y, FAR)
+        return fit(self._points(figure, x), y, np.array([variance for _, _, variance in rows]))
+
+    def _surface(self, figure: Figure) -> tuple[GaussianProcess, float] | None:
+        """The prior's figure over the space, interpolated between what was simulated; and its level."""
+        if self.prior is None:
+            return None
+        if figure not in self._surfaces:
+            rows = [
+                (p.config, y)
+                for p in self.prior.known.values()
+                if math.isfinite(y := self._absolute(figure, p.values.get(figure.name, math.nan)))
+            ]
+            self._surfaces[figure] = None
+            if len(rows) > 1:
+                x = encode(self.history.space, [config for config, _ in rows])
+                values = np.array([y for _, y in rows])
+                self._surfaces[figure] = fit(Points(x), values), float(values.mean())
+        return self._surfaces[figure]
+
+    def _absolute(self, figure: Figure, value: float) -> float:
+        """Scaled, but not against the baseline's."""
+        return figure.scaled(value) + figure.sign * self._offset(figure)
+
+    def _reading(self, result: TrialResult, figure: Figure) -> tuple[float, float]:
+        """(the figure over a whole run, its own variance)."""
+        assert result.measurement is not None
+        reading = result.measurement.reading(figure.metric, figure.cls)
+        y, variance = self._absolute(figure, self._value(result.measurement, figure)), _variance(reading)
+        if result.status == "measured":
+            return y, variance
+        shift, spread = self._short_to_whole(figure)
+        return y + shift, variance + spread
+
+    def _value(self, measurement: Measurement, figure: Figure) -> float:
+        """Of the objective the worse end of its interval: a tail can be short by luck, when just fewer stalls
+        than its share fell into the run, and its interval then reaches up to the stalls.
+        """
+        reading = measurement.reading(figure.metric, figure.cls)
+        return reading.worse_end(figure.sign) if figure == self.objective else reading.value
+
+    def _short_to_whole(self, figure: Figure) -> tuple[float, float]:
+        """(median, variance) of what the whole measurement adds to the short rung, where both are known."""
+
+        def scaled(measurement: Measurement) -> float:
+            return figure.scaled(self._value(measurement, figure))
+
+        both = [(r.short, r.measurement) for r in self._told if r.status == "measured"]
+        added = [scaled(whole) - scaled(short) for short, whole in both if short and whole]
+        added = [a for a in added if math.isfinite(a)]
+        if not added:
+            return 0.0, STOPPED**2
+        spread = float(np.var(added)) if len(added) > 2 else 0.0
+        return float(np.median(added)), max(spread, STOPPED**2)
+
+
+def _variance(reading: Reading) -> float:
+    """Of a reading's logarithm, by its interval; 0 where it has none."""
+    if not reading.value > 0 or math.isnan(reading.high) or math.isnan(reading.low):
+        return 0.0
+    if math.isinf(reading.high) or reading.low <= 0:
+        return UNKNOWN**2
+    return (TRUST * math.log(reading.high / reading.low) / 4) ** 2
+
+
+def encode(space: Space, configs: Sequence[Config]) -> Array:
+    """Points (m, d) of the unit cube: a dimension an ordered axis, one a value of the others."""
+    return np.array([_coordinates(space.axes, space.params(config)) for config in configs])
+
+
+def _coordinates(axes: Sequence[Axis], params: Mapping[str, Value]) -> list[float]:
+    found: list[float] = []
+    for axis in axes:
+        value = params.get(axis.name)
+        if not axis.ordered:
+            found += [0.5 * (value == other) for other in axis.values]
+        elif value is None:  # it depends on another that is off
+            found.append(0.5)
+        else:
+            assert isinstance(value, int), "the parameter of an ordered axis is an index"
+            found.append(value / max(len(axis.values) - 1, 1))
+    return found

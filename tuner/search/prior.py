@@ -1,0 +1,120 @@
+"""What a simulation expects of configs before they are measured.
+
+A prior may be wrong by half, or speak of another card: whoever uses it corrects it by what is measured
+(``gp.py``). It is asked for single configs, for each costs a simulated run; in between it is interpolated.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from loadgen.target import Target, TargetFailed
+from loadgen.targets.simulated import HERE, PREFIX, SimulatedTarget
+from tuner.runs.load import Traffic, span
+from tuner.runs.measure import Run, measure
+from tuner.slo import Slo
+from tuner.space.space import Config, config_key
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """``values``: by the metric's name, as in a Measurement. ``failure``: why no server would come up."""
+
+    config: Config
+    values: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+
+
+class PriorError(ValueError):
+    """``--prior`` names something that cannot be simulated."""
+
+
+class Prior(ABC):
+    """Predictions, each made once."""
+
+    source = ""
+    """Where they come from, for people."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, Prediction] = {}
+        """By config_key; in the order in which they were made."""
+
+    def ask(self, configs: Iterable[Config]) -> int:
+        """Predict those that are not known yet; returns how many that were."""
+        fresh = {key: config for config in configs if (key := config_key(config)) not in self.known}
+        self.known |= {key: self.predict(config) for key, config in fresh.items()}
+        return len(fresh)
+
+    @abstractmethod
+    def predict(self, config: Config) -> Prediction:
+        """Must return the same for the same config."""
+
+
+class SimulatedPrior(Prior):
+    """Runs every config in virtual time on ``target``, under the load of the trials."""
+
+    def __init__(
+        self, target: Target, load: Traffic, slo: Slo, flags: Callable[[Config], Mapping[str, Any]]
+    ) -> None:
+        """``flags``: what a server of a config is started with."""
+        super().__init__()
+        self.source = f"{target.name}: {target.estimate}"
+        self._target, self._slo, self._flags = target, slo, flags
+        self._schedules = load.rungs()
+
+    def predict(self, config: Config) -> Prediction:
+        try:
+            with self._target.open(self._flags(config)) as server:
+                runs = [Run(server.run(schedule), span(schedule)) for schedule in self._schedules]
+        except TargetFailed as failure:
+            return Prediction(config, failure=f"{failure.reason}: {failure.detail}")
+        readings, objective = measure(runs, self._slo).readings, self._slo.objective
+        values = {name: reading.value for name, reading in readings.items()}
+        sign = 1 if objective.direction == "minimize" else -1
+        values[objective.name] = readings[objective.name].worse_end(sign)  # as trials are judged by it
+        return Prediction(config, values)
+
+
+AUTO, NONE = "auto", "none"
+ACCEPTANCE = 0.1
+"""Of drafts, unless somebody measures it: prompts that are drawn repeat little, and a prior that promises
+much of drafts spends launches on them."""
+
+
+def make_simulator(
+    name: str, target: str, model: str, note: Callable[[str], None]
+) -> Callable[[], Target | None]:
+    """What makes the simulator that ``--prior`` names: AUTO, NONE, ``simulated:h100``, a file of step times.
+
+    AUTO is the bundled engine's own simulation for the bundled engine with its bundled model, and none for
+    other targets. Its step times may have to be measured first, so it is made when it is called, with no
+    server running; what is missing for it is noted, and there is no prior. Raises PriorError.
+    """
+    if name == AUTO:
+        own = target == model == HERE
+        return lambda: _own(model, note) if own else None
+    if name == NONE:
+        return lambda: None
+    if not name.startswith(PREFIX) and not name.endswith(".json"):
+        raise PriorError(
+            f"--prior {name}: unknown. Give {AUTO}, {NONE}, {PREFIX}h100 or another device (see vtune "
+            "simulate), or a JSON file of step times."
+        )
+    if name == PREFIX + HERE:
+        return lambda: _own(model, note)
+    try:
+        made = SimulatedTarget(PREFIX + name.removeprefix(PREFIX), model, acceptance=ACCEPTANCE)
+    except ValueError as error:
+        raise PriorError(f"--prior {name}: {error}") from None
+    return lambda: made
+
+
+def _own(model: str, note: Callable[[str], None]) -> Target | None:
+    try:
+        return SimulatedTarget(PREFIX + HERE, model, acceptance=ACCEPTANCE, calibrating=note)
+    except (ValueError, ImportError) as error:
+        note(f"no prior: {error}")
+        return None

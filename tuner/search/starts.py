@@ -1,0 +1,65 @@
+"""Starting points: what practitioners begin with for each goal, carried over to the device at hand.
+
+The published values (2,048-4,096 tokens and 128-256 sequences where ITL comes first; 8,192-16,384 where TTFT
+does; 16,384-32,768 and 512 or more for throughput alone) are for GPUs that prefill some 40,000 tokens/s of an
+8B model: 8,192 tokens take about 200 ms there. What carries over to another device is the time of a step, so
+budgets are scaled by the prefill speed that was measured on this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from tuner.slo import Slo
+from tuner.space.space import Config
+
+REFERENCE_PREFILL = 40_000.0
+"""Prefill tokens/s of the device that the published values are for."""
+REFERENCE_TOKENS = 8192
+"""The default budget there."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A published starting point. ``seqs`` is a multiple of the concurrency that the baseline ran at."""
+
+    tokens: int
+    seqs: float | None = None
+    gpu_memory_utilization: float | None = None
+
+    def on(self, prefill_speed: float, concurrency: float, baseline: Config) -> dict[str, int | float]:
+        """The flags it changes, on a device of ``prefill_speed`` tokens/s."""
+        seqs = baseline["max_num_seqs"] if self.seqs is None else max(4, round(self.seqs * concurrency))
+        tokens = max(round(self.tokens * prefill_speed / REFERENCE_PREFILL), seqs, 32)
+        flags: dict[str, int | float] = {"max_num_batched_tokens": tokens}
+        if self.seqs is not None:
+            flags["max_num_seqs"] = seqs
+        if self.gpu_memory_utilization is not None:
+            flags["gpu_memory_utilization"] = self.gpu_memory_utilization
+        return flags
+
+
+STARTS: Mapping[str, tuple[Start, ...]] = {
+    "itl": (Start(4096, 2.0), Start(2048, 2.0), Start(8192, 2.0), Start(4096, 1.0)),
+    "ttft": (Start(8192), Start(16384), Start(8192, 2.0)),
+    "throughput": (Start(16384, 4.0, 0.95), Start(32768, 4.0, 0.95), Start(16384, 2.0, 0.95)),
+}
+
+
+def starting_points(
+    slo: Slo, baseline: Config, prefill_speed: float, concurrency: float
+) -> Iterator[tuple[dict[str, int | float], str]]:
+    """(flags to change, why), in the order to try them.
+
+    ``concurrency``: requests in service at the baseline.
+    """
+    family = slo.objective.metric.partition("_")[0]
+    if family == "goodput":
+        bounded = {bound.metric.partition("_")[0] for bound in slo.bounds}
+        family = "ttft" if "ttft" in bounded and "itl" not in bounded else "itl"
+    for start in STARTS[family]:
+        yield (
+            start.on(prefill_speed, concurrency, baseline),
+            f"start: {family} first, {start.tokens} tokens on a GPU",
+        )

@@ -1,0 +1,295 @@
+"""The search's memory and its proposals: an Optuna study driven by ask and tell.
+
+A strategy proposes (``strategy.py``); what it leaves open Optuna's sampler fills in. How each outcome is
+told, so that the sampler learns and no value is invented:
+
+=================  =========  ==========================================  =========================
+outcome            state      constraints                                 value
+=================  =========  ==========================================  =========================
+measured           COMPLETE   one for each bound, measured                measured
+stopped early      PRUNED     the same, from the short rung               the short rung's, reported
+did not serve      PRUNED     ``serves`` violated                         none
+broke a rule       PRUNED     ``rule`` violated                           none
+duplicate          as the earlier trial, with its constraints and value
+interrupted        FAIL       none; tried again when the study resumes    none
+=================  =========  ==========================================  =========================
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import optuna
+from optuna.exceptions import UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from loadgen.slo import Bound
+from tuner.runs.result import SERVES, Status, TrialResult
+from tuner.search.strategy import BASELINE, History, Strategy, TpeStrategy
+from tuner.slo import Objective, RelativeBound
+from tuner.space.space import Config, Space, config_key
+
+RULE = "rule"
+
+MIN_IMPORTANCE_VALUES = 4
+"""Fewer different outcomes say nothing about importance."""
+FRUITLESS = 5
+"""After so many proposals in a row that cannot be launched, an untried config is drawn at random."""
+MAX_DEATHS = 1
+"""A config in the middle of which more processes than this died is taken for one that does not serve."""
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A config to be measured; it is told exactly once."""
+
+    trial: Trial
+    config: dict[str, Any]
+    origin: str
+
+    @property
+    def number(self) -> int:
+        return self.trial.number
+
+
+class Study:
+    """One search over ``space`` for the best ``objective``.
+
+    Not thread-safe. One process at a time may propose (see ``workers/crew.py``); any number may tell.
+    """
+
+    def __init__(
+        self,
+        study: optuna.Study,
+        space: Space,
+        objective: Objective,
+        seed: int = 0,
+        strategy: Strategy | None = None,
+    ) -> None:
+        """``strategy``: constrained TPE where none is given."""
+        self._study, self.space, self.objective = study, space, objective
+        self.strategy = strategy or TpeStrategy(seed)
+        self.bounds: tuple[Bound, ...] = ()
+        self.relative: tuple[RelativeBound, ...] = ()
+        """The SLO's, for strategies that model them; whoever knows it sets both."""
+        self._read: dict[int, TrialResult] = {}
+        told = len(study.get_trials(deepcopy=False))
+        study.sampler = self.strategy.sampler(seed + told)
+        self._rng = random.Random(seed + told)
+
+    @property
+    def optuna(self) -> optuna.Study:
+        """The Optuna study underneath, for importances and for other tools."""
+        return self._study
+
+    @property
+    def results(self) -> list[TrialResult]:
+        """Every finished trial's result, by number."""
+        for trial in self._study.get_trials(deepcopy=False):
+            if trial.number not in self._read and "result" in trial.user_attrs:
+                self._read[trial.number] = TrialResult.from_json(trial.user_attrs["result"])
+        return [self._read[number] for number in sorted(self._read)]
+
+    @property
+    def running(self) -> list[FrozenTrial]:
+        """Trials that some worker measures, or measured when it died."""
+        return self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+
+    @property
+    def baseline(self) -> TrialResult | None:
+        """The baseline's result, once there is one."""
+        told = (r for r in self.results if r.status not in ("interrupted", "duplicate"))
+        return next((r for r in told if r.origin == BASELINE), None)
+
+    @property
+    def history(self) -> History:
+        """What a strategy may know."""
+        return replace(self._told, taken=frozenset(self._known()), best=self.best())
+
+    @property
+    def _told(self) -> History:
+        told = tuple(r for r in self.results if r.status not in ("interrupted", "duplicate"))
+        return History(self.space, self.objective, told, bounds=self.bounds, relative=self.relative)
+
+    def enqueue(self, config: Config, origin: str, deaths: int = 0) -> None:
+        """Propose ``config`` before anything of the sampler's. Configs queued or told already are left out.
+
+        ``deaths`` counts the processes that ended in the middle of it.
+        """
+        config = dict(self.space.baseline) if origin == BASELINE else self.space.snap(config)
+        if config_key(config) not in self._known():
+            attributes = {"origin": origin, "queued": config, "deaths": deaths}
+            self._study.enqueue_trial(self.space.params(config), user_attrs=attributes)
+
+    def propose(self) -> Proposal | None:
+        """The next config that must be launched; None when the strategy has no more, or the space.
+
+        Proposals that break a rule or repeat an earlier config are told on the spot and cost no launch.
+        """
+        for _ in range(FRUITLESS):
+            if not self._queued():
+                suggestion = self.strategy.propose(self.history)
+                if suggestion is None:
+                    return None
+                attributes = {"origin": suggestion.origin, "expected": dict(suggestion.expected)}
+                self._study.enqueue_trial(dict(suggestion.params), user_attrs=attributes)
+            proposal = self._ask()
+            while proposal is None and self._queued():
+                proposal = self._ask()
+            if proposal is not None:
+                return proposal
+        config = self.space.untried(self._known(), self._rng)
+        if config is None:
+            return None
+        self.enqueue(config, "random, after the sampler repeated itself")
+        return self._ask()
+
+    def tell(self, proposal: Proposal, result: TrialResult) -> bool:
+        """Record ``result`` and let the sampler learn from it (see the module).
+
+        False, and nothing is recorded, if other workers took this one for dead and gave the trial up.
+        """
+        result = replace(result, expected=proposal.trial.user_attrs.get("expected", {}))
+        try:
+            proposal.trial.set_user_attr("result", result.to_json())
+            if result.status == "interrupted":
+                self._study.tell(proposal.trial, state=TrialState.FAIL, skip_if_finished=True)
+            else:
+                self._tell(proposal.trial, result, result.status)
+        except UpdateFinishedTrialError:
+            return False
+        return True
+
+    def _tell(self, trial: Trial, result: TrialResult, status: Status) -> None:
+        for name, violation in result.violations.items():
+            trial.set_constraint(name, violation)
+        value = result.value(self.objective)
+        if status == "measured" and math.isfinite(value):
+            self._study.tell(trial, value, skip_if_finished=True)
+            return
+        if status == "stopped" and math.isfinite(value):
+            trial.report(value, step=1)
+        self._study.tell(trial, state=TrialState.PRUNED, skip_if_finished=True)
+
+    def recover(self, is_dead: Callable[[FrozenTrial], bool] = lambda trial: True) -> int:
+        """Fail the trials that a dead process left running, and queue them again; returns how many."""
+        dead = [trial for trial in self.running if is_dead(trial)]
+        for trial in dead:
+            # One that has finished since was told by a worker that lives after all.
+            self._study.tell(trial.number, state=TrialState.FAIL, skip_if_finished=True)
+            attributes = trial.user_attrs
+            config = attributes.get("config", attributes.get("queued"))
+            if config is not None:  # else it died before it had decided what to launch
+                self.enqueue(config, attributes.get("origin", "sampler"), attributes.get("deaths", 0) + 1)
+        return len(dead)
+
+    def interrupt(self, proposal: Proposal, reason: str, deaths: int = 0) -> None:
+        """Give a proposal up without a result; its config is queued for when the study goes on.
+
+        ``deaths``: of processes in the middle of it, now.
+        """
+        self.tell(
+            proposal, TrialResult(proposal.number, proposal.config, proposal.origin, "interrupted", reason)
+        )
+        deaths += proposal.trial.user_attrs.get("deaths", 0)
+        self.enqueue(proposal.config, proposal.origin, deaths)
+
+    def best(self) -> TrialResult | None:
+        """The best feasible config so far, which may be the baseline."""
+        return next(iter(self.strategy.rank(self._told)), None)
+
+    def candidates(self) -> list[TrialResult]:
+        """Feasible configs other than the baseline's, in the order in which to confirm them."""
+        return [r for r in self.strategy.rank(self._told) if self.space.changes(r.config)]
+
+    def importances(self) -> dict[str, float]:
+        """Axis -> share of the objective's variation (PED-ANOVA); empty with too few trials.
+
+        Taken on the short rungs, which trials that were stopped early have as well as the others.
+        """
+        shadow = optuna.create_study(direction=self.objective.direction)
+        shared = {axis.name for axis in self.space.axes if axis.needs is None}
+        for trial in self._study.get_trials(deepcopy=False):
+            result = trial.user_attrs.get("result")
+            short = TrialResult.from_json(result).short if result else None
+            value = short.value(self.objective.metric, self.objective.cls) if short else math.nan
+            if math.isfinite(value) and shared <= trial.params.keys():
+                distributions = {name: trial.distributions[name] for name in shared}
+                params = {name: trial.params[name] for name in shared}
+                shadow.add_trial(
+                    optuna.trial.create_trial(params=params, distributions=distributions, value=value)
+                )
+        told = shadow.get_trials(deepcopy=False)
+        varied = sorted(name for name in shared if len({t.params[name] for t in told}) > 1)
+        if len({t.value for t in told}) < MIN_IMPORTANCE_VALUES or not varied:
+            return {}
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.5)
+        found = optuna.importance.get_param_importances(shadow, evaluator=evaluator, params=varied)
+        return {name: value for name, value in found.items() if not math.isnan(value)}
+
+    def _ask(self) -> Proposal | None:
+        """Ask once; None where the proposal was settled without a launch."""
+        trial = self._study.ask()
+        origin = trial.user_attrs.get("origin", "sampler")
+        config = self.space.suggest(trial)
+        if origin == BASELINE:
+            config = dict(self.space.baseline)
+        proposal = Proposal(trial, config, origin)
+        if earlier := self._earlier(config):
+            reason = f"same config as trial {earlier.number}"
+            repeat = replace(earlier, number=trial.number, origin=origin, status="duplicate", reason=reason)
+            trial.set_user_attr("result", repeat.to_json())
+            self._tell(trial, repeat, earlier.status)
+            return None
+        if config_key(config) in {config_key(t.user_attrs["config"]) for t in self._begun()}:
+            reason = "another worker measures the same config"
+            self.tell(proposal, TrialResult(trial.number, config, origin, "interrupted", reason))
+            return None
+        if origin != BASELINE and trial.user_attrs.get("deaths", 0) > MAX_DEATHS:
+            reason = "the tuner's process, or that of its load, died twice while this config was tried"
+            self.tell(
+                proposal,
+                TrialResult(
+                    trial.number,
+                    config,
+                    origin,
+                    "failed",
+                    reason,
+                    violations={SERVES: 1.0},
+                    seconds={"start": 0.0, "total": 0.0},
+                ),
+            )
+            return None
+        refusals = self.space.refusals(config) if origin != BASELINE else []
+        if refusals:
+            reason, broken = "; ".join(refusals), {RULE: float(len(refusals))}
+            self.tell(
+                proposal, TrialResult(trial.number, config, origin, "refused", reason, violations=broken)
+            )
+            return None
+        trial.set_user_attr("config", config)
+        return proposal
+
+    def _earlier(self, config: Config) -> TrialResult | None:
+        """The first trial of the same config that came to something."""
+        key = config_key(config)
+        told = (r for r in self.results if r.status not in ("interrupted", "duplicate"))
+        return next((r for r in told if config_key(r.config) == key), None)
+
+    def _begun(self) -> list[FrozenTrial]:
+        """Trials whose config is decided and whose result is not known yet."""
+        return [t for t in self.running if "config" in t.user_attrs]
+
+    def _queued(self) -> list[FrozenTrial]:
+        return self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+
+    def _known(self) -> set[str]:
+        """Keys of every config that is queued, runs in some worker, or came to something."""
+        queued = [t.user_attrs["queued"] for t in self._queued() if "queued" in t.user_attrs]
+        begun = [t.user_attrs["config"] for t in self._begun()]
+        told = [r.config for r in self.results if r.status != "interrupted"]
+        return {config_key(config) for config in queued + begun + told}

@@ -1,0 +1,1 @@
+"""What may be varied, and what a config must hold before it is launched."""

@@ -1,0 +1,1 @@
+"""Many workers of one study."""
