@@ -136,7 +136,7 @@ class SimulatedRunner:
         self._output_lengths = output_lengths or {}
         self._proposal = [TOKEN_ID] * num_speculative_tokens
         self._acceptance = acceptance
-        self._random = random.Random(seed)
+        self._random, self._spread = random.Random(seed), random.Random(seed)
         self._started_at = 0.0
 
     def profile_activation(self) -> int:
@@ -177,6 +177,8 @@ class SimulatedRunner:
     def _occupy(self, load: StepLoad) -> float:
         """The device begins a step now. Returns when it ends."""
         seconds = self.times.device_seconds(load)
+        if factors := self.times.factors(seconds):
+            seconds *= self._spread.choice(factors)
         self.device_seconds += seconds
         self._started_at = self.clock.now
         return self.clock.now + seconds

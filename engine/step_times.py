@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any
 
@@ -19,6 +19,9 @@ KNOTS = (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 128, 256, 512, 1024, 2048)
 tiles of rows: one row more than a tile can cost as much as a tile."""
 TRIMMED = 0.05
 """Share of the samples that the fit drops as noise of a shared machine."""
+GROUP, WIDTH, QUANTILES = 12, 1.5, 20
+"""Of the spread that is kept: samples in a group, at least; ratio of the seconds of its longest step to its
+shortest, unless it has fewer; numbers that stand for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,10 @@ class StepTimes:
     curve: tuple[tuple[float, float], ...] = ()
     """As measured: the seconds of the linear layers at some numbers of tokens, ascending; straight lines
     between and beyond. Kernels have better and worse shapes, which two coefficients do not show."""
+    spread: tuple[tuple[float, tuple[float, ...]], ...] = ()
+    """As measured: by how much the device took longer than the coefficients say, as factors of which each is
+    as likely, for steps of up to so many seconds. Ascending; the last are for all that is longer. Cores that
+    are shared make a short step half as long again now and then, and a percentile lives on that."""
     entry: float = 0.0
     """From a request's sending to the engine's queue, and what its answers lose on their way back."""
     entry_per_token: float = 0.0
@@ -127,6 +134,13 @@ class StepTimes:
             + self.per_pair * load.pairs
             + moving
         )
+
+    def factors(self, seconds: float) -> tuple[float, ...]:
+        """What the device's seconds of a step may have to be multiplied with; () for nothing."""
+        for longest, factors in self.spread:
+            if seconds <= longest:
+                return factors
+        return self.spread[-1][1] if self.spread else ()
 
     def entry_seconds(self, prompt_tokens: int) -> float:
         return self.entry + self.entry_per_token * prompt_tokens
@@ -153,13 +167,19 @@ class StepTimes:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(given) - known):
             raise ValueError(f"unknown coefficient {unknown[0]!r}; known are {', '.join(sorted(known))}")
-        curve = given.pop("curve", [])
+        curve, spread = given.pop("curve", []), given.pop("spread", [])
         for name, value in given.items():
             if name != "source" and not _is_amount(value):
                 raise ValueError(f"{name} must be a number, 0 or more, is {value!r:.40}")
         if not _is_curve(curve):
             raise ValueError(f"curve must be pairs of tokens, ascending, and seconds, is {curve!r:.40}")
-        return cls(**given, curve=tuple((tokens, seconds) for tokens, seconds in curve))
+        if not _is_spread(spread):
+            raise ValueError(f"spread must be pairs of seconds, ascending, and factors, is {spread!r:.40}")
+        return cls(
+            **given,
+            curve=tuple((tokens, seconds) for tokens, seconds in curve),
+            spread=tuple((seconds, tuple(factors)) for seconds, factors in spread),
+        )
 
 
 def _is_amount(value: Any) -> bool:
@@ -167,11 +187,22 @@ def _is_amount(value: Any) -> bool:
 
 
 def _is_curve(value: Any) -> bool:
-    if not isinstance(value, list) or not all(isinstance(point, list) and len(point) == 2 for point in value):
+    return _are_pairs(value) and all(map(_is_amount, chain.from_iterable(value))) and _ascends(value)
+
+
+def _is_spread(value: Any) -> bool:
+    if not _are_pairs(value) or not all(isinstance(factors, list) and factors for _, factors in value):
         return False
-    if not all(map(_is_amount, chain.from_iterable(value))):
-        return False
-    return all(a[0] < b[0] for a, b in pairwise(value))
+    amounts = chain.from_iterable([seconds, *factors] for seconds, factors in value)
+    return all(map(_is_amount, amounts)) and _ascends(value)
+
+
+def _are_pairs(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+
+
+def _ascends(pairs: Sequence[Sequence[Any]]) -> bool:
+    return all(a[0] < b[0] for a, b in pairwise(pairs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +232,7 @@ def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> Ste
     launch, per_row, per_context, per_pair, *slopes = (float(value) for value in fitted)
     host, host_per_sequence = _fit_host([sample for sample in samples if sample.host_seconds is not None])
     rises = (slope * (b - a) for slope, (a, b) in zip(slopes, pairwise(knots), strict=True))
-    return StepTimes(
+    times = StepTimes(
         host=host,
         host_per_sequence=host_per_sequence,
         launch=launch,
@@ -210,6 +241,24 @@ def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> Ste
         per_pair=per_pair,
         curve=tuple(zip(map(float, knots), accumulate(rises, initial=0.0), strict=True)),
         source=source,
+    )
+    return replace(times, spread=_spread(times, samples))
+
+
+def _spread(times: StepTimes, samples: Sequence[StepSample]) -> tuple[tuple[float, tuple[float, ...]], ...]:
+    """The ratios of measured to fitted seconds, by groups of steps that are about as long."""
+    ordered = sorted((times.device_seconds(sample.load), sample.device_seconds) for sample in samples)
+    groups: list[list[tuple[float, float]]] = []
+    for fitted, measured in ordered:
+        if not groups or (fitted > WIDTH * groups[-1][0][0] and len(groups[-1]) >= GROUP):
+            groups.append([])
+        groups[-1].append((fitted, measured))
+    if len(groups) > 1 and len(groups[-1]) < GROUP:
+        groups[-2:] = [groups[-2] + groups[-1]]
+    places = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    return tuple(
+        (group[-1][0], tuple(np.quantile([b / a for a, b in group], places).round(3).tolist()))
+        for group in groups
     )
 
 

@@ -19,7 +19,7 @@ from engine.virtual import SimulatedServer, Simulation
 
 TIMES = StepTimes(
     host=0.003, host_per_sequence=1e-4, launch=0.002, weights=0.01, per_token=3e-4, per_row=7e-6,
-    per_context=1.1e-6, per_pair=1.3e-7,
+    per_context=1.1e-6, per_pair=1.3e-7, spread=((0.018, (0.9, 1.0, 1.4)), (0.03, (0.95, 1.1))),
 )  # fmt: skip
 SIZE = ModelSize(weights_bytes=0, kv_bytes_per_token=1, max_model_len=96)
 FLAGS: dict[str, dict[str, Any]] = {

@@ -75,6 +75,13 @@ def test_every_coefficient_takes_its_time() -> None:
     assert one.stamps == [first, first + second]
 
 
+def test_a_seed_draws_what_steps_take_from_the_factors_of_their_length() -> None:
+    times = StepTimes(launch=1.0, spread=((2.0, (0.5, 1.0, 2.0)),))
+    first, again, other = (simulate([timed("a", 0.0, 40)], times, {"seed": seed})[0][0] for seed in (1, 1, 2))
+    assert {first.stamps[0], *first.itl} == {0.5, 1.0, 2.0}
+    assert first.stamps == again.stamps != other.stamps
+
+
 def test_output_lengths_end_a_request_before_max_tokens() -> None:
     timelines, _, _ = simulate(
         [timed("a", 0.0, 9), timed("b", 0.0, 3, place=1)], runner={"output_lengths": {"a": 4, "b": 5}}

@@ -98,6 +98,31 @@ def test_the_fit_lives_with_noise_and_outliers() -> None:
     assert min(fitted.per_row, fitted.per_context, fitted.per_pair, fitted.launch) >= 0.0
 
 
+def test_the_fit_keeps_by_how_much_steps_of_a_length_spread() -> None:
+    """Half of the decodes take a third longer here, and prompts take what they take."""
+    decode, prompt = StepLoad(4, 4, 4, 400, 400), StepLoad(500, 1, 1, 500, 125_250)
+    measured = [
+        *(StepSample(decode, 0.012 if place % 2 else 0.009) for place in range(40)),
+        *(StepSample(prompt, 0.3) for _ in range(20)),
+    ]
+    times = fit_step_times(measured)
+    seconds = [times.device_seconds(load) for load in (decode, prompt)]
+    short, long = (times.factors(second) for second in seconds)
+    assert seconds[0] * short[0] == pytest.approx(0.009, rel=1e-2)
+    assert seconds[0] * short[-1] == pytest.approx(0.012, rel=1e-2)
+    assert [seconds[1] * factor for factor in long] == pytest.approx([0.3] * len(long), rel=1e-2)
+
+
+def test_a_step_takes_its_factors_from_those_that_are_as_long() -> None:
+    times = StepTimes(spread=((0.1, (0.5,)), (1.0, (1.0, 2.0))))
+    assert [times.factors(seconds) for seconds in (0.0, 0.1, 0.11, 7.0)] == [
+        (0.5,),
+        (0.5,),
+        *[(1.0, 2.0)] * 2,
+    ]
+    assert StepTimes().factors(1.0) == ()
+
+
 def test_too_few_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="9 measured steps are too few"):
         fit_step_times(samples(9, noise=0.0))
@@ -116,7 +141,7 @@ def test_a_curve_is_a_straight_line_between_its_points_and_beyond() -> None:
 
 
 def test_json_there_and_back() -> None:
-    curved = replace(TRUE, curve=((1.0, 0.0), (64.0, 0.5)), entry=0.25)
+    curved = replace(TRUE, curve=((1.0, 0.0), (64.0, 0.5)), spread=((0.5, (0.9, 1.1)),), entry=0.25)
     for times in (TRUE, curved):
         assert StepTimes.from_json(times.to_json()) == times
     for text, message in (
@@ -127,6 +152,9 @@ def test_json_there_and_back() -> None:
         ('{"host": Infinity}', "host must be a number"),
         ('{"curve": [[2, 1], [1, 2]]}', "curve must be pairs of tokens, ascending, and seconds"),
         ('{"curve": [[2]]}', "curve must be pairs of tokens, ascending, and seconds"),
+        ('{"spread": [[1, [1]], [1, [2]]]}', "spread must be pairs of seconds, ascending, and factors"),
+        ('{"spread": [[1, []]]}', "spread must be pairs of seconds, ascending, and factors"),
+        ('{"spread": [[1, ["a"]]]}', "spread must be pairs of seconds, ascending, and factors"),
         ("{", "Expecting property name"),
     ):
         with pytest.raises(ValueError, match=message):
