@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
+from typing import Annotated
 
 INTERRUPTED, READER_GONE = 130, 128 + signal.SIGPIPE
 
@@ -34,6 +36,46 @@ app = typer.Typer(
     rich_markup_mode="rich",
     add_completion=False,
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        commit = f" ({found})" if (found := _commit(Path(__file__).parent)) else ""
+        typer.echo(f"vtune {_version()}{commit}")
+        raise typer.Exit
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("vtune-llm")
+    except PackageNotFoundError:  # run from its source
+        return "of no release"
+
+
+def _commit(place: Path) -> str:
+    """Of the checkout in ``place``, with "-dirty" where files differ from it; "" where there is none."""
+    if not (place / ".git").exists():
+        return ""
+    import subprocess
+
+    command = ["git", "-C", str(place), "describe", "--always", "--dirty", "--exclude", "*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):  # no git, or no right to read it
+        return ""
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """What holds for every command."""
+
 
 tuner.cli.mount(app)
 doctor.cli.mount(app)
