@@ -73,6 +73,13 @@ def _long(prompt: int, every: float) -> dict[str, Any]:
 
 
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+_EAGER_NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": 6,
+    "prompt_lookup_max": 1,
+    "prompt_lookup_min": 1,
+}
+"""Drafts whenever the last token occurred before."""
 
 FAULTS = (
     Fault(
@@ -196,7 +203,7 @@ FAULTS = (
         "drafts that are not accepted",
         "speculation-loses",
         {"speculative_config": "drop"},
-        setup(_chat(16, 128, 64, temperature=1.0), engine={"speculative_config": _NGRAM}),
+        setup(_chat(12, 200, 96, temperature=1.0), engine={"speculative_config": _EAGER_NGRAM}),
         tuple(
             setup(load, engine={"speculative_config": _NGRAM}, acceptance=acceptance)
             for load, acceptance in (
@@ -291,7 +298,7 @@ FAULTS = (
         "one replica with most of the load",
         "replica-imbalance",
         {"do": "router"},
-        setup(_chat(10), beside=[{"load": [_chat(1)]}]),
+        setup(_chat(10, 128, [32, 96]), beside=[{"load": [_chat(1, 128, [32, 96])]}]),
         (
             setup(_chat(40, 500, 300), beside=[{"load": [_chat(6, 500, 300)]}]),
             setup(
