@@ -49,7 +49,7 @@ class RecordingRunner:
         ended = self._clock()
         if plan.scheduled:
             host = None if self._ended is None else began - self._ended
-            self.note(StepSample(StepLoad.of(plan), ended - began, host))
+            self.note(StepSample(StepLoad.of(plan), ended - began, host, ended))
         self._ended = self._clock()
         return result
 
@@ -65,8 +65,8 @@ class StepLog(RecordingRunner):
     """Takes the place of an engine's runner, and writes each step to a file as it ends.
 
     A line is a JSON array: the fields of :class:`StepLoad`, seconds of the device, and of the host since the
-    step before (null where the engine had idled). Steps that overlap cannot be told apart: an engine with
-    async scheduling goes without.
+    step before (null where the engine had idled), and when it ended, on the system's monotonic clock. Steps
+    that overlap cannot be told apart: an engine with async scheduling goes without.
     """
 
     def __init__(self, core: EngineCore, path: str | Path) -> None:
@@ -82,7 +82,7 @@ class StepLog(RecordingRunner):
 
 def step_line(sample: StepSample) -> str:
     """A step's line in a log."""
-    return json.dumps([*astuple(sample.load), sample.device_seconds, sample.host_seconds])
+    return json.dumps([*astuple(sample.load), sample.device_seconds, sample.host_seconds, sample.ended])
 
 
 def read_step_log(text: str) -> list[StepSample]:
@@ -91,8 +91,8 @@ def read_step_log(text: str) -> list[StepSample]:
     samples = []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
-            *load, device, host = json.loads(line)
-            samples.append(StepSample(StepLoad(*load), device, host))
+            *load, device, host, ended = json.loads(line)
+            samples.append(StepSample(StepLoad(*load), device, host, ended))
         except (ValueError, TypeError) as error:
             raise ValueError(f"line {number} is no step of a step log: {line[:60]!r} ({error})") from None
     return samples

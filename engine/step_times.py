@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate, chain, pairwise
@@ -14,9 +15,11 @@ import numpy as np
 
 from engine.step import StepPlan
 
-KNOTS = (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 128, 256, 512, 1024, 2048)
-"""Numbers of tokens between which the fitted time of the linear layers is a straight line. Kernels work in
-tiles of rows: one row more than a tile can cost as much as a tile."""
+FEW, SEEN = 40, 5
+"""Numbers of tokens up to FEW that were measured SEEN times have a time of their own in the fit. Kernels work
+in tiles of rows: one row more than a tile can cost as much as a tile, and seven rows more than eight."""
+KNOTS = (64, 128, 256, 512, 1024, 2048)
+"""Beyond, the numbers between which the fitted time of the linear layers is a straight line that rises."""
 TRIMMED = 0.05
 """Share of the samples that the fit drops as noise of a shared machine."""
 GROUP, WIDTH, QUANTILES = 12, 1.5, 20
@@ -115,6 +118,9 @@ class StepTimes:
     """From a request's sending to the engine's queue, and what its answers lose on their way back."""
     entry_per_token: float = 0.0
     """Of its prompt."""
+    delivery: tuple[float, ...] = ()
+    """As measured: seconds that what a step emitted came later to the client than at best, of which each is
+    as likely. Processes that share cores with the engine wait for their turn now and then."""
     source: str = ""
     """Where the coefficients come from, for people."""
 
@@ -168,6 +174,7 @@ class StepTimes:
         if unknown := sorted(set(given) - known):
             raise ValueError(f"unknown coefficient {unknown[0]!r}; known are {', '.join(sorted(known))}")
         curve, spread = given.pop("curve", []), given.pop("spread", [])
+        delivery = given.pop("delivery", [])
         for name, value in given.items():
             if name != "source" and not _is_amount(value):
                 raise ValueError(f"{name} must be a number, 0 or more, is {value!r:.40}")
@@ -175,8 +182,11 @@ class StepTimes:
             raise ValueError(f"curve must be pairs of tokens, ascending, and seconds, is {curve!r:.40}")
         if not _is_spread(spread):
             raise ValueError(f"spread must be pairs of seconds, ascending, and factors, is {spread!r:.40}")
+        if not isinstance(delivery, list) or not all(map(_is_amount, delivery)):
+            raise ValueError(f"delivery must be a list of seconds, is {delivery!r:.40}")
         return cls(
             **given,
+            delivery=tuple(delivery),
             curve=tuple((tokens, seconds) for tokens, seconds in curve),
             spread=tuple((seconds, tuple(factors)) for seconds, factors in spread),
         )
@@ -212,26 +222,31 @@ class StepSample:
     load: StepLoad
     device_seconds: float
     host_seconds: float | None = None
+    ended: float = 0.0
+    """On the clock that measured it."""
 
 
 def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> StepTimes:
     """The coefficients that explain measured steps best, none negative (NNLS on relative errors).
 
-    The linear layers become a curve with knots at KNOTS, as far as the samples go; the worst twentieth of the
-    samples is dropped. ``per_moved_block`` and ``per_exchanged_token`` are not fitted, nor is ``entry``.
-    Raises ValueError below 10 samples.
+    The linear layers become a curve, as far as the samples go; the worst twentieth of the samples is dropped.
+    How much they spread is kept. ``per_moved_block`` and ``per_exchanged_token`` are not fitted, nor are
+    ``entry`` and ``delivery``. Raises ValueError below 10 samples.
     """
     if len(samples) < 10:
         raise ValueError(f"{len(samples)} measured steps are too few to fit step times to; 10 is the least")
     loads = [sample.load for sample in samples]
-    most = max(load.tokens for load in loads)
-    knots = [*(knot for knot in KNOTS if knot < most), max(most, 2)]
-    others = [(1, load.rows, load.context, load.pairs) for load in loads]
-    columns = np.hstack([np.array(others, dtype=float), _hinges([load.tokens for load in loads], knots)])
-    fitted = _relative_nnls(columns, np.array([sample.device_seconds for sample in samples]))
-    launch, per_row, per_context, per_pair, *slopes = (float(value) for value in fitted)
+    tokens = [load.tokens for load in loads]
+    few, many = _knots(tokens)
+    others = np.array([(load.rows, load.context, load.pairs) for load in loads], dtype=float)
+    columns = np.hstack([others, _hats(tokens, few), _hinges(tokens, [few[-1], *many])])
+    fitted = _relative_nnls(columns, np.array([sample.device_seconds for sample in samples])).tolist()
+    per_row, per_context, per_pair = fitted[:3]
+    levels, slopes = fitted[3 : 3 + len(few)], fitted[3 + len(few) :]
+    rises = (slope * (b - a) for slope, (a, b) in zip(slopes, pairwise([few[-1], *many]), strict=True))
+    levels += [levels[-1] + rise for rise in accumulate(rises)]
+    launch = min(levels)
     host, host_per_sequence = _fit_host([sample for sample in samples if sample.host_seconds is not None])
-    rises = (slope * (b - a) for slope, (a, b) in zip(slopes, pairwise(knots), strict=True))
     times = StepTimes(
         host=host,
         host_per_sequence=host_per_sequence,
@@ -239,7 +254,7 @@ def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> Ste
         per_row=per_row,
         per_context=per_context,
         per_pair=per_pair,
-        curve=tuple(zip(map(float, knots), accumulate(rises, initial=0.0), strict=True)),
+        curve=tuple((float(knot), level - launch) for knot, level in zip(few + many, levels, strict=True)),
         source=source,
     )
     return replace(times, spread=_spread(times, samples))
@@ -255,15 +270,32 @@ def _spread(times: StepTimes, samples: Sequence[StepSample]) -> tuple[tuple[floa
         groups[-1].append((fitted, measured))
     if len(groups) > 1 and len(groups[-1]) < GROUP:
         groups[-2:] = [groups[-2] + groups[-1]]
+    return tuple((group[-1][0], quantiles([b / a for a, b in group])) for group in groups)
+
+
+def quantiles(values: Sequence[float]) -> tuple[float, ...]:
+    """QUANTILES numbers that stand for a distribution, each as likely; () for none."""
     places = (np.arange(QUANTILES) + 0.5) / QUANTILES
-    return tuple(
-        (group[-1][0], tuple(np.quantile([b / a for a, b in group], places).round(3).tolist()))
-        for group in groups
-    )
+    return tuple(np.quantile(values, places).round(5).tolist()) if len(values) else ()
+
+
+def _knots(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Where the curve has its points, ascending: as many as have a level of their own, and those beyond."""
+    times = Counter(tokens)
+    few = sorted(count for count in times if count <= FEW and times[count] >= SEEN) or [min(tokens)]
+    most = max(tokens)
+    beyond = [knot for knot in KNOTS if few[-1] < knot < most]
+    return few, [*beyond, most] if most > few[-1] else beyond
+
+
+def _hats(tokens: Sequence[int], knots: Sequence[int]) -> np.ndarray:
+    """How much each number of tokens has of the level at each knot: straight lines between, flat outside."""
+    levels = np.eye(len(knots))
+    return np.array([np.interp(tokens, knots, level) for level in levels]).T
 
 
 def _hinges(tokens: Sequence[int], knots: Sequence[int]) -> np.ndarray:
-    """How far each number of tokens reaches into the piece between two knots; beyond the last: into it."""
+    """How far each number of tokens reaches into the piece between two knots."""
     given = np.array(tokens, dtype=float)[:, None]
     low, high = np.array(knots[:-1], dtype=float), np.array(knots[1:], dtype=float)
     return np.clip(given - low, 0.0, high - low)

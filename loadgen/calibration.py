@@ -33,10 +33,13 @@ class Wave:
     output: int
     prompts: Sequence[tuple[int, float, int]]
     """(mean, spread, weight)."""
+    output_spread: float = 0.0
 
     def schedule(self, seed: int, vocab_size: int) -> Schedule:
         classes = tuple(
-            RequestClass(f"{mean} tokens", weight, Length(mean, spread), Length(self.output))
+            RequestClass(
+                f"{mean} tokens", weight, Length(mean, spread), Length(self.output, self.output_spread)
+            )
             for mean, spread, weight in self.prompts
         )
         workload = Workload("calibration", classes, vocab_size)
@@ -51,14 +54,16 @@ WAVES = (
     Wave(4, 10, 32, [(80, 0.0, 1)]),
     Wave(8, 16, 32, [(100, 0.0, 1)]),
     Wave(12, 24, 24, [(150, 0.0, 1)]),
-    Wave(16, 32, 24, [(60, 0.0, 1)]),
-    Wave(24, 36, 24, [(60, 0.0, 1)]),
-    Wave(32, 64, 24, [(40, 0.0, 1)]),
+    Wave(16, 24, 24, [(60, 0.0, 1)]),
+    Wave(32, 48, 24, [(40, 0.0, 1)]),
+    Wave(16, 16, 80, [(200, 0.0, 1)], output_spread=0.95),
+    Wave(32, 32, 130, [(24, 0.0, 1)], output_spread=0.95),
     Wave(1, 8, 3, [(128, 0.0, 1), (350, 0.0, 1), (700, 0.0, 1), (1500, 0.0, 1)]),
     Wave(6, 9, 24, [(600, 0.0, 1)]),
     Wave(10, 30, 24, [(32, 0.5, 3), (900, 0.3, 1)]),
 )
-"""Decodes of few and many, short and long prompts, apart and mixed: some 40 s on the bundled model."""
+"""Decodes of few and many, and of every number as answers end one by one; short and long prompts, apart and
+mixed: some 40 s on the bundled model."""
 
 
 def run(server: OpenTarget, vocab_size: int) -> Iterator[Records]:
@@ -78,6 +83,27 @@ def entry(runs: Sequence[Records]) -> tuple[float, float]:
     base = max(statistics.median(elsewhere(r) for r in alone if _prompt(r) <= FEW_TOKENS), 0.0)
     slopes = [(elsewhere(r) - base) / _prompt(r) for r in alone if _prompt(r) >= MANY_TOKENS]
     return base, max(statistics.median(slopes), 0.0)
+
+
+def delivery(runs: Sequence[Records], steps: Sequence[tuple[int, float]]) -> list[float]:
+    """Seconds that what steps put out came later to the client than at best. ``steps``: how many outputs each
+    brought, and when it ended, of all ``runs`` in this order, on a clock of its own.
+
+    An output is a chunk, and chunks come in the order of the steps; runs with more of one are left out.
+    """
+    late: list[float] = []
+    coming = iter(steps)
+    for run in runs:
+        arrivals = sorted(at for request in run.requests for at in request.chunk_at)
+        waits, taken = [], 0
+        while taken < len(arrivals) and (step := next(coming, None)):
+            outputs, ended = step
+            if outputs and taken + outputs <= len(arrivals):
+                waits.append(arrivals[taken + outputs // 2] / 1e9 - ended)
+            taken += outputs
+        if taken == len(arrivals):
+            late += [wait - min(waits) for wait in waits]
+    return late
 
 
 def _prompt(request: RequestRecord) -> int:

@@ -77,8 +77,11 @@ class VirtualServer(Protocol):
     def submit(self, request_id: str, token_ids: Sequence[int], planned: PlannedRequest, at: float) -> None:
         """Queue a request. Raises ValueError, in the server's words, for one that it refuses."""
 
+    def arrival(self, end: float) -> float:
+        """When what a step that ended then put out is with the client. To be asked of each step, in order."""
+
     def step(self) -> Answers:
-        """Compute one step; its answers are there at ``now``."""
+        """Compute one step, up to ``now``."""
 
     def stream(self, before: float) -> list[float]:
         """Compute steps that begin before that moment, as long as there is nothing to say of them but that
@@ -204,13 +207,11 @@ class VirtualClient:
         assert busy, "requests in flight are with a server, or will time out"
         _, number = busy[0]
         server = self._servers[number]
-        *ends, moment = server.stream(self._horizon(busy)) or (None,)
-        self._logs[number] += map(self._nanoseconds, ends)
-        answers = ONLY_STREAMS
-        if moment is None:
-            answers = server.step()
-            moment = server.now
-        self._at(moment, partial(self._receive, number, answers, moment))
+        ends = server.stream(self._horizon(busy))
+        answers = ONLY_STREAMS if ends else server.step()
+        *stamps, last = map(server.arrival, ends or (server.now,))
+        self._logs[number] += map(self._nanoseconds, stamps)
+        self._at(server.now, partial(self._receive, number, answers, last))
 
     def _horizon(self, busy: Sequence[tuple[float, int]]) -> float:
         """When something happens that is not the first server's doing, at the earliest."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+import random
 import shlex
 import tempfile
 import threading
@@ -215,7 +216,7 @@ class SimulatedTarget(Target):
             servers = [SimulatedServer(simulation, self.served_name, n) for n in range(self.replicas)]
         except ValueError as error:
             raise StartFailed("kv_cache_too_small", str(error)) from None
-        yield OpenSimulation(self, simulation, [_Door(server) for server in servers])
+        yield OpenSimulation(self, simulation, [_Door(server, n) for n, server in enumerate(servers)])
 
     def launch_command(self, config: Mapping[str, Any]) -> str:
         program = "vtune" if self._model_name == HERE else "vllm"
@@ -290,8 +291,9 @@ class OpenSimulation(OpenTarget):
 class _Door:
     """A simulated engine as the client sees a server."""
 
-    def __init__(self, server: SimulatedServer) -> None:
+    def __init__(self, server: SimulatedServer, number: int) -> None:
         self.server = server
+        self._chance, self._arrived = random.Random(number), 0.0
 
     @property
     def now(self) -> float:
@@ -303,6 +305,11 @@ class _Door:
 
     def entry(self, prompt_tokens: int) -> float:
         return self.server.times.entry_seconds(prompt_tokens)
+
+    def arrival(self, end: float) -> float:
+        if late := self.server.times.delivery:
+            self._arrived = end = max(self._arrived, end + self._chance.choice(late))
+        return end
 
     def submit(self, request_id: str, token_ids: Sequence[int], planned: PlannedRequest, at: float) -> None:
         from engine.request import SamplingParams
@@ -449,12 +456,13 @@ def measure_steps() -> tuple[list[StepSample], list[Records]]:
 
 def fit_steps(samples: Sequence[StepSample], runs: Sequence[Records]) -> StepTimes:
     """The step times that explain what was measured."""
-    from engine.step_times import fit_step_times
+    from engine.step_times import fit_step_times, quantiles
     from loadgen import calibration
 
     entry, entry_per_token = calibration.entry(runs)
+    late = calibration.delivery(runs, [(sample.load.rows, sample.ended) for sample in samples])
     times = fit_step_times(samples, f"{len(samples)} steps of the bundled server on this machine")
-    return replace(times, entry=entry, entry_per_token=entry_per_token)
+    return replace(times, entry=entry, entry_per_token=entry_per_token, delivery=quantiles(late))
 
 
 def _device_bytes(simulation: Simulation) -> int:

@@ -40,6 +40,7 @@ def test_each_step_is_a_line_with_what_it_did_and_took(tmp_path: Path) -> None:
     assert third.load == StepLoad(tokens=1, sequences=1, rows=1, context=13, pairs=13)
     assert [step.device_seconds for step in (first, third)] == [0.25 + 0.5 + 1.0, 0.25 + 0.5 + 0.125]
     assert [step.host_seconds for step in (first, second, alone)] == [None, 0.0, None]
+    assert [step.ended for step in (first, second)] == [1.75, 3.0]
 
 
 def test_steps_that_overlap_are_not_logged(tmp_path: Path) -> None:
@@ -52,4 +53,4 @@ def test_steps_that_overlap_are_not_logged(tmp_path: Path) -> None:
 
 def test_another_file_is_refused() -> None:
     with pytest.raises(ValueError, match="line 2 is no step of a step log: 'hello'"):
-        read_step_log("[1, 1, 1, 1, 1, 0, 0.5, null]\nhello\n")
+        read_step_log("[1, 1, 1, 1, 1, 0, 0.5, null, 7.5]\nhello\n")

@@ -29,6 +29,19 @@ def test_no_two_waves_share_a_prompt() -> None:
     assert len(set(firsts)) == len(firsts)
 
 
+def test_delivery_is_how_late_chunks_come_by_the_clock_of_the_steps() -> None:
+    def streamed(*seconds: float) -> RequestRecord:
+        stamps = tuple(round(at * 1e9) for at in seconds)
+        return replace(record(0, 0.0, tokens=len(stamps)), chunk_at=stamps)
+
+    steps = [(1, 100.0), (2, 100.2), (0, 100.4), (2, 100.5), (1, 130.0), (1, 131.0)]
+    two = records([streamed(1.0, 1.2, 1.53), streamed(1.24, 1.56)])
+    one = records([streamed(7.5, 8.0)])
+    late = calibration.delivery([two, one], steps)
+    assert late == pytest.approx([0.0, 0.04, 0.06, 0.5, 0.0])
+    assert calibration.delivery([one, two], steps) == [], "these are not their steps"
+
+
 def test_entry_is_what_a_request_takes_and_what_its_tokens_take() -> None:
     def answered(index: int, prompt: int, outside: float) -> RequestRecord:
         request = record(index, 0.0, first_s=0.5 + outside)

@@ -114,6 +114,27 @@ def test_steps_taken_together_leave_the_records_of_single_ones(
     assert together == measured()
 
 
+def test_they_do_so_where_what_steps_take_was_measured(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = tmp_path / "times.json"
+    spread = [[0.012, [0.9, 1.0, 1.6]], [0.05, [0.95, 1.1]]]
+    times = {"launch": 0.01, "entry": 0.001, "spread": spread, "delivery": [0.0, 0.0, 0.003, 0.03]}
+    saved.write_text(json.dumps(times))
+    schedule = preset("chat", max_model_len=8192).schedule(seed=3, num_requests=40, arrival=ClosedLoop(12))
+
+    def measured() -> Records:
+        with SimulatedTarget(f"simulated:{saved}", model).open({"device_memory": 40 << 30}) as server:
+            return server.run(schedule)
+
+    together = measured()
+    monkeypatch.setattr(engine.virtual, "_make_scheduler", make_scheduler)
+    assert together == measured()
+    gaps = {round((b - a) / 1e6) for request in together.requests for a, b in pairwise(request.chunk_at)}
+    assert min(gaps) == 0
+    assert max(gaps) > 40
+
+
 @pytest.mark.parametrize(
     ("device", "flags", "reason"),
     [

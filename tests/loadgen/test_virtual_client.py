@@ -30,7 +30,7 @@ class StepServer:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.delay = 0.0
+        self.delay = self.late = 0.0
         self.left: dict[str, int] = {}
         self.served: list[str] = []
 
@@ -63,6 +63,9 @@ class StepServer:
     def stream(self, before: float) -> list[float]:
         return []
 
+    def arrival(self, end: float) -> float:
+        return end + self.late
+
     def abort(self, request_id: str) -> None:
         self.left.pop(request_id, None)
 
@@ -87,6 +90,17 @@ def run(
 
 def ms(records: Records, name: str) -> list[float]:
     return [getattr(r, name) / 1e6 for r in records.requests]
+
+
+def test_what_comes_late_is_stamped_then_and_answered_then() -> None:
+    server, schedule = StepServer(), load(2, output=2, arrival=ClosedLoop(1))
+    server.delay, server.late = 0.01, 0.03
+    client = VirtualClient(schedule, [server], make_route("random", 1, schedule))
+    client.run()
+    records = records_of(client, schedule, environment={})
+    stamps = [[at / 1e6 for at in request.chunk_at] for request in records.requests]
+    assert stamps == [pytest.approx([140, 240]), pytest.approx([380, 480])]
+    assert ms(records, "sent") == pytest.approx([0, 240])
 
 
 def test_an_open_loop_sends_on_time_and_stamps_every_step() -> None:
