@@ -78,12 +78,20 @@ METRICS: dict[str, Metric] = {
             "counter",
             "vllm:prefix_cache_queries_total",
             "vllm:gpu_prefix_cache_queries_total",
+            "sglang:prompt_tokens_total",
         ),
-        _metric("prefix_hits", "counter", "vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total"),
+        _metric(
+            "prefix_hits",
+            "counter",
+            "vllm:prefix_cache_hits_total",
+            "vllm:gpu_prefix_cache_hits_total",
+            "sglang:cached_tokens_total",
+        ),
         _metric("finished", "counter", "vllm:request_success_total", "sglang:num_requests_total"),
         _metric("drafts", "counter", "vllm:spec_decode_num_drafts_total"),
         _metric("draft_tokens", "counter", "vllm:spec_decode_num_draft_tokens_total"),
         _metric("accepted_tokens", "counter", "vllm:spec_decode_num_accepted_tokens_total"),
+        _metric("accept_length", "gauge", "sglang:spec_accept_length", combine="max"),
         _metric(
             "ttft", "histogram", "vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds"
         ),
@@ -106,8 +114,13 @@ METRICS: dict[str, Metric] = {
         ),
         _metric("prefill_time", "histogram", "vllm:request_prefill_time_seconds"),
         _metric("decode_time", "histogram", "vllm:request_decode_time_seconds"),
-        _metric("prompt_length", "histogram", "vllm:request_prompt_tokens"),
-        _metric("generation_length", "histogram", "vllm:request_generation_tokens"),
+        _metric("prompt_length", "histogram", "vllm:request_prompt_tokens", "sglang:prompt_tokens_histogram"),
+        _metric(
+            "generation_length",
+            "histogram",
+            "vllm:request_generation_tokens",
+            "sglang:generation_tokens_histogram",
+        ),
         _metric("prefill_length", "histogram", "vllm:request_prefill_kv_computed_tokens"),
         _metric("request_preemptions", "histogram", "vllm:request_num_preemptions"),
         _metric("iteration_tokens", "histogram", "vllm:iteration_tokens_total"),
@@ -120,7 +133,9 @@ METRICS: dict[str, Metric] = {
 ANCHORS = ("running", "waiting", "kv_usage", "generation_tokens", "ttft")
 """Metrics that carry the labels of one engine; who has none of them is not a server we know."""
 
-OPTIONAL = frozenset({"drafts", "draft_tokens", "accepted_tokens", "cache_config", "cache_hit_rate"})
+OPTIONAL = frozenset(
+    {"drafts", "draft_tokens", "accepted_tokens", "accept_length", "cache_config", "cache_hit_rate"}
+)
 """Metrics that a healthy server may lack: speculation's exist only while it is on."""
 
 ELSEWHERE: dict[str, str] = {

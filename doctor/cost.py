@@ -44,7 +44,7 @@ class Toll:
         if self.delay is None or self.delay < NEGLIGIBLE:
             return None
         if self.misplaced:
-            return f"about {self.delay:.2g} requests on the wrong instance at any time"
+            return f"at least {self.delay:.2g} requests on the wrong instance at any time"
         held = f"{self.delay:.2g} request{'' if 0.95 <= self.delay < 1.05 else 's'} held up at any time"
         each = self.per_request
         return f"costs about {each:.2g} s a request ({held})" if each is not None else f"about {held}"

@@ -10,7 +10,7 @@ from typing import Any
 from doctor.finding import CannotTell, Diagnosis, Evidence, Finding
 from doctor.flags import Engine
 from doctor.fleet import fleets
-from doctor.logfile import LogFacts
+from doctor.log_facts import LogFacts
 from doctor.patient import Patient, patients, with_baseline
 from doctor.playbook import SEVERITIES, Playbook, load_all
 from doctor.prescribe import prescriptions

@@ -11,7 +11,7 @@ from doctor.diagnose import diagnose
 from doctor.evaluators import Group
 from doctor.finding import Diagnosis
 from doctor.flags import Flag
-from doctor.logfile import LogFacts
+from doctor.log_facts import LogFacts
 from doctor.patient import Patient, patients
 from doctor.reading import Number
 from doctor.report import quantity

@@ -108,7 +108,7 @@ class Evaluator(ABC):
         node = self._source(signal)
         absent = [key for key in sorted(metrics_of(node)) if not self._has(key)]
         if absent:
-            names = ", ".join(METRICS[key].names[0] for key in absent)
+            names = ", ".join(self._called(key) for key in absent)
             missing = Missing(signal.name, "metric", f"{names} is missing")
             if exporters := [catalog.ELSEWHERE[key] for key in absent if key in catalog.ELSEWHERE]:
                 missing = Missing(signal.name, "elsewhere", f"no {exporters[0]} beside the server")
@@ -132,6 +132,14 @@ class Evaluator(ABC):
         suffix = "_count" if metric.kind == "histogram" else ""
         return any(name + suffix in self.available for name in metric.names)
 
+    def _called(self, key: str) -> str:
+        """A metric's name, as a server of this kind would have it."""
+        names = METRICS[key].names
+        if any(name.startswith("sglang") for name in self.available):
+            own = (name for name in names if name.startswith("sglang"))
+            return next(own, f"SGLang's counterpart of {names[0]}")
+        return names[0]
+
     def _has_peers(self, group: Group) -> bool:
         return any(other.model_name == group.model_name and other != group for other in self.groups)
 
@@ -141,7 +149,7 @@ class Evaluator(ABC):
             return Missing(name, "elsewhere", f"no {exporter} on {group.instance}'s host")
         for key in sorted(metrics_of(node)):
             if group not in self._owners(key):
-                return Missing(name, "metric", f"{METRICS[key].names[0]} is missing on {group.instance}")
+                return Missing(name, "metric", f"{self._called(key)} is missing on {group.instance}")
         return Missing(name, "empty", "nothing was observed in the window")
 
     @abstractmethod

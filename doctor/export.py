@@ -9,7 +9,7 @@ from typing import Any
 from doctor import catalog
 from doctor import flags as server_flags
 from doctor.compile import RuleCompiler
-from doctor.logfile import LogFacts
+from doctor.log_facts import LogFacts
 from doctor.patient import patients
 from doctor.promql import PromQL
 from doctor.slo import parse_slo

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from doctor import defaults
 from doctor.defaults import Engine, Platform, version_tuple
-from doctor.logfile import LogFacts
+from doctor.log_facts import LogFacts
 from doctor.reading import Missing, Number, Reading
-from loadgen.sglang_flags import NAMES as SGLANG_NAMES
+from loadgen.sglang_flags import SPELLING
 
 Origin = Literal["given", "log", "metrics", "inferred", "default", "guessed"]
 """Who says so. ``default``: nobody set it, and this platform has just one; ``guessed``: it may be another."""
@@ -90,16 +90,12 @@ class Flags:
         name = "speculative_config" if name == "num_speculative_tokens" else name
         if self.engine == "vtune" and name not in _BUNDLED:
             return "the bundled engine has no such flag"
-        if self.engine == "sglang" and name not in SGLANG_NAMES:
+        if self.engine == "sglang" and name not in SPELLING:
             return "SGLang has no such flag"
         since, version = _SINCE.get(name), version_tuple(self.version)
         if since and version and version < since:
             return f"vLLM {self.version} has no such flag (since {since[0]}.{since[1]})"
         return None
-
-    def spelled(self, name: str) -> str:
-        """The engine's own name of a flag, in snake case."""
-        return SGLANG_NAMES.get(name, name) if self.engine == "sglang" else name
 
 
 def resolve(
@@ -216,6 +212,10 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     speculation = values.get("speculative_config")
     if isinstance(speculation, Mapping):
         numbers["num_speculative_tokens"] = _number(speculation.get("num_speculative_tokens")) or 1.0
+    elif values.get("speculative_algorithm") and (
+        tokens := _number(values.get("speculative_num_draft_tokens"))
+    ):
+        numbers["num_speculative_tokens"] = tokens - 1  # SGLang counts the token before the drafts
     return numbers
 
 

@@ -1,4 +1,7 @@
-"""A server's own log: the flags it was started with, its version, its KV pool, its periodic load lines."""
+"""A server's own log: the flags it was started with, its version, its KV pool, its periodic load lines.
+
+vLLM's is read here, SGLang's by ``doctor.sglang_log``.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ import calendar
 import gzip
 import re
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from doctor import sglang_log
+from doctor.log_facts import LogFacts, page, pairs
 from doctor.sources import Observation, Scrapes, Source, SourceError
 
 _VERSION = re.compile(r"(?:version|engine \(v|server version) ?(\d+\.\d+[\w.+]*)")
@@ -33,7 +37,7 @@ _DURATIONS = {
         r"(?:Loading (?:model )?weights|Model loading) took (?:[\d.]+ GiB(?: memory)? and )?([\d.]+) s"
     ),
 }
-_PAIR = re.compile(r"(?:'(\w+)': |\b(\w+)=)('[^']*'|-?[\d.]+|True|False|None|\{[^{}]*\})")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _SPECULATION = re.compile(r"speculative_config=SpeculativeConfig\(([^)]*)\)")
 _PERIODIC = re.compile(
     r"(?P<month>\d\d)-(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d).*?"
@@ -74,21 +78,6 @@ _DUMP_KEYS = {
 }
 
 
-@dataclass(frozen=True)
-class LogFacts:
-    """What a log says. ``complete``: the command line was there, so a flag that is not in it is a default."""
-
-    flags: Mapping[str, Any] = field(default_factory=dict)
-    complete: bool = False
-    version: str | None = None
-    kv_cache_tokens: int | None = None
-    device: str | None = None
-    durations: Mapping[str, float] = field(default_factory=dict)
-    """``startup_seconds``, ``compile_seconds``, ``load_seconds`` of the last start, as far as it says."""
-    scrapes: tuple[tuple[int, str], ...] = ()
-    """The periodic lines as exposition text, so that a log alone can be diagnosed."""
-
-
 class LogSource(Source):
     """A log as the only source: gauges every ten seconds, no latencies; most rules cannot tell."""
 
@@ -114,12 +103,18 @@ def read_log(path: Path) -> LogFacts:
         raise SourceError(f"--log {path}: cannot be read ({error})") from None
     facts = parse_log(text)
     if not facts.flags and facts.version is None and not facts.scrapes:
-        raise SourceError(f"--log {path}: no line of a vLLM log in it")
+        raise SourceError(f"--log {path}: no line of a vLLM or SGLang log in it")
     return facts
 
 
 def parse_log(text: str) -> LogFacts:
-    """Take the facts out of a log's text; of a restarted server the last start counts."""
+    """Take the facts out of a log's text, whichever engine wrote it; of a restarted server the last start
+    counts."""
+    text = _COLOUR.sub("", text)
+    return sglang_log.parse_log(text) if sglang_log.wrote(text) else _vllm_log(text)
+
+
+def _vllm_log(text: str) -> LogFacts:
     flags: dict[str, Any] = {}
     complete, version, pool = False, None, None
     durations: dict[str, float] = {}
@@ -170,14 +165,7 @@ def _dictionary(text: str) -> dict[str, Any]:
 
 
 def _pairs(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for match in _PAIR.finditer(text):
-        try:
-            value = ast.literal_eval(match[3])
-        except (ValueError, SyntaxError):
-            value = match[3]
-        if value is not None:
-            found.setdefault(match[1] or match[2], value)
+    found = pairs(text)
     for name in ("device_config", "kv_cache_dtype"):  # printed without quotes
         if bare := re.search(rf"\b{name}=(\w+)", text):
             found.setdefault(name, bare[1])
@@ -190,17 +178,19 @@ def _speculation(text: str) -> dict[str, Any]:
     return pairs
 
 
-def _periodic(lines: Iterable[str]) -> Iterable[tuple[int, str]]:
-    """One scrape a periodic line; token counters are the throughputs, summed up over the time between.
+def _periodic(lines: Sequence[str]) -> list[tuple[int, str]]:
+    """One scrape a moment; token counters are the throughputs, summed up over the time between. An engine
+    that says nothing at a moment is as it last said.
 
     What other lines say (drafts, preemptions) is in the next scrape. They name no engine, so with several
     engines in one log these counters stand beside the first.
     """
-    lines = list(lines)
     extras: dict[str, float] = {}
     if any(_PREEMPTIONS.search(line) for line in lines):
         extras["vllm:num_preemptions_total"] = 0.0
     totals: dict[str, tuple[int, float, float]] = {}
+    latest: dict[str, str] = {}
+    pages: dict[int, str] = {}
     newest = 0
     for line in lines:
         _note(line, extras)
@@ -228,7 +218,9 @@ def _periodic(lines: Iterable[str]) -> Iterable[tuple[int, str]]:
         }
         if hits := _HIT_RATE.search(match["after"]):
             samples["vllm:gpu_prefix_cache_hit_rate"] = float(hits[1]) / 100
-        yield unix_ms, "".join(f'{name}{{engine="{engine}"}} {value}\n' for name, value in samples.items())
+        latest[engine] = page(engine, samples)
+        pages[unix_ms] = "".join(latest.values())
+    return sorted(pages.items())
 
 
 def _moment(match: re.Match[str], newest: int) -> int | None:

@@ -10,7 +10,7 @@ from typing import Any
 from doctor import flags as server_flags
 from doctor.evaluators import Group
 from doctor.flags import Engine, Flags
-from doctor.logfile import LogFacts
+from doctor.log_facts import LogFacts
 from doctor.playbook import ASSUMPTIONS, told_by
 from doctor.reading import Missing, Number, Reading
 from doctor.signals import SIGNALS
@@ -90,13 +90,14 @@ def patients(
     for group in evaluator.groups:
         config = _config_of(group, configs)
         flags = server_flags.resolve(given, log, config, engine=kind, version=observation.version)
-        readings = {name: values[group] for name, values in read.items()}
+        drafts = _drafts({name: values[group] for name, values in read.items()}, queries, flags)
+        readings = {name: values[group] for name, values in read.items()} | drafts[0]
         seen.append(
             Patient(
                 group,
                 _name(group, evaluator.groups, observation.name),
                 readings,
-                queries,
+                {**queries, **drafts[1]},
                 _infer(flags, readings),
                 {**slo.values, **assume, **observation.facts, **(log.durations if log else {})},
             )
@@ -130,6 +131,35 @@ def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[st
         if labels.get("instance", "") == group.instance and labels.get("engine", "") in ("", group.engine):
             return labels
     return None
+
+
+def _drafts(
+    readings: Mapping[str, Reading], queries: Mapping[str, str], flags: Flags
+) -> tuple[dict[str, Reading], dict[str, str]]:
+    """SGLang counts no drafts: what a step accepts, beside the number it drafts, says how many there were."""
+    drafted, length, generated = (
+        flags.known["num_speculative_tokens"],
+        readings["accept_length"],
+        readings["generated"],
+    )
+    if not drafted.certain or not isinstance(length, Number) or not isinstance(generated, Number):
+        return {}, {}
+    each = drafted.number.point
+    if each < 1 or length.point < 1:
+        return {}, {}
+    own = queries["accept_length"]
+    figures = {
+        "draft_tokens": (
+            each * generated.point / length.point,
+            f"{each:g} * ({queries['generated']}) / ({own})",
+        ),
+        "acceptance": ((length.point - 1) / each, f"(({own}) - 1) / {each:g}"),
+        "tokens_drafted_per_draft": (each, f"vector({each:g})"),
+    }
+    return (
+        {name: Number.exactly(value) for name, (value, _) in figures.items()},
+        {name: query for name, (_, query) in figures.items()},
+    )
 
 
 def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from doctor import rules
+from doctor import rules, sglang_cures
 from doctor.expression import Comparison, Lookup
 from doctor.finding import Prescription
 from doctor.flags import SWITCHES, Flags
@@ -16,6 +16,7 @@ from doctor.patient import Patient
 from doctor.playbook import Playbook, Remedy
 from doctor.reading import Number, Reading
 from doctor.standing import standing
+from loadgen.flags import render
 
 
 def prescriptions(book: Playbook, patient: Patient) -> tuple[Prescription, ...]:
@@ -135,10 +136,8 @@ def _as_typed(
 
 def _arguments(changes: Mapping[str, Any], flags: Flags) -> str:
     """The flags as one types them; a dropped flag is named in words."""
-    from loadgen.flags import render
-
-    kept = {flags.spelled(name): value for name, value in changes.items() if value is not None}
-    dropped = [
-        f"drop --{flags.spelled(n).replace('_', '-')}" for n, value in changes.items() if value is None
-    ]
+    if flags.engine == "sglang":
+        return sglang_cures.arguments(changes)
+    kept = {name: value for name, value in changes.items() if value is not None}
+    dropped = [f"drop --{name.replace('_', '-')}" for name, value in changes.items() if value is None]
     return ", ".join(filter(None, [shlex.join(render(kept)), *dropped]))

@@ -400,6 +400,12 @@ SIGNALS: dict[str, Signal] = {
             Ratio(OverTime("accepted_tokens", "increase"), OverTime("draft_tokens", "increase")),
         ),
         _signal(
+            "accept_length",
+            "tokens",
+            "tokens a step, accepted ones and one more",
+            OverTime("accept_length", "avg"),
+        ),
+        _signal(
             "tokens_drafted_per_draft",
             "tokens",
             "tokens a draft proposes",

@@ -86,6 +86,7 @@ def scrapes(variant: str) -> list[tuple[int, str]]:
             pages[index] += (
                 f'{page}DCGM_FI_DEV_GPU_UTIL{{gpu="0",instance="{host}:9400"}} {busy}\n'
                 f'node_cpu_seconds_total{{cpu="0",mode="idle",instance="{host}:9100"}} {idle}\n'
+                f'sglang:spec_accept_length{{instance="{host}:8000",model_name="m",engine="0"}} {2 + index}\n'
             )
     return list(zip(times, pages, strict=True))
 

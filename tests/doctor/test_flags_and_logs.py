@@ -12,7 +12,8 @@ from synthetic_server import Server
 
 from doctor import catalog, flags
 from doctor.diagnose import diagnose
-from doctor.logfile import LogFacts, LogSource, parse_log, read_log
+from doctor.log_facts import LogFacts
+from doctor.logfile import LogSource, parse_log, read_log
 from doctor.sources import Scrapes, SourceError
 
 V1_LOG = "\n".join(
@@ -98,7 +99,7 @@ def test_real_logs_are_read(name: str) -> None:
 def test_a_log_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     path.write_text("nothing of interest\n")
-    with pytest.raises(SourceError, match="no line of a vLLM log"):
+    with pytest.raises(SourceError, match="no line of a vLLM or SGLang log"):
         read_log(path)
     path.write_text("version 0.30.0\n")
     with pytest.raises(SourceError, match="fewer than two periodic load lines"):

@@ -1,0 +1,45 @@
+"""What a server's log says, whichever engine wrote it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_PAIR = re.compile(r"(?:'(\w+)': |\b(\w+)=)('[^']*'|-?[\d.]+|True|False|None|\{[^{}]*\})")
+
+
+@dataclass(frozen=True)
+class LogFacts:
+    """What a log says. ``complete``: the command line was there, so a flag that is not in it is a default."""
+
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    """By vLLM's names."""
+    complete: bool = False
+    version: str | None = None
+    kv_cache_tokens: int | None = None
+    device: str | None = None
+    durations: Mapping[str, float] = field(default_factory=dict)
+    """``startup_seconds``, ``compile_seconds``, ``load_seconds`` of the last start, as far as it says."""
+    scrapes: tuple[tuple[int, str], ...] = ()
+    """The lines on load as exposition text, so that a log alone can be diagnosed."""
+
+
+def pairs(text: str) -> dict[str, Any]:
+    """``name=value`` and ``'name': value``, where the values are literals, without those that are None."""
+    found: dict[str, Any] = {}
+    for match in _PAIR.finditer(text):
+        try:
+            value = ast.literal_eval(match[3])
+        except (ValueError, SyntaxError):
+            value = match[3]
+        if value is not None:
+            found.setdefault(match[1] or match[2], value)
+    return found
+
+
+def page(engine: str, samples: Mapping[str, float]) -> str:
+    """One engine's samples as exposition text."""
+    return "".join(f'{name}{{engine="{engine}"}} {value}\n' for name, value in samples.items())
