@@ -16,9 +16,18 @@ _MAX_FILL = 0.25
 
 def in_flight(requests: Sequence[RequestRecord], at: NDArray[np.float64]) -> NDArray[np.int64]:
     """Requests intended at or before each time of ``at`` (seconds, any order) and not yet ended."""
-    begins = np.sort([r.intended / 1e9 for r in requests])
-    ends = np.sort([r.end / 1e9 for r in requests])
-    return np.searchsorted(begins, at, side="right") - np.searchsorted(ends, at, side="right")
+    begins = np.array([r.intended / 1e9 for r in requests])
+    ends = np.array([r.end / 1e9 for r in requests])
+    return overlapping(begins, ends, at)
+
+
+def overlapping(
+    begins: NDArray[np.float64], ends: NDArray[np.float64], at: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """How many of the spans [begin, end) hold each time of ``at``."""
+    return np.searchsorted(np.sort(begins), at, side="right") - np.searchsorted(
+        np.sort(ends), at, side="right"
+    )
 
 
 def measured_window(

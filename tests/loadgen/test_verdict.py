@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from recorded_exchange import HEALTHY, record, records
 
-from loadgen.record import Failure, RequestRecord
+from loadgen.record import Failure, Records, RequestRecord
 from loadgen.verdict import backlog, judge
 from loadgen.window import in_flight, measured_window
 
@@ -73,6 +73,32 @@ def test_overload_is_told_from_the_pile() -> None:
 
 def test_a_closed_loop_has_no_backlog() -> None:
     assert backlog(records(overloaded(), mode="closed")) == 0
+
+
+def rising(served: float) -> Records:
+    """From 5 to 15 requests a second within 20 s, each in 3 s, as long as the server keeps up: then it serves
+    ``served`` a second.
+    """
+    at = [20 * ((1 + 8 * k / 200) ** 0.5 - 1) / 2 for k in range(200)]
+    free, made = 0.0, []
+    for k, arrival in enumerate(at):
+        free = max(arrival, free + 1 / served)
+        made.append(record(k, arrival, first_s=free - arrival + 0.1, gap_s=0.1, tokens=30))
+    return records(made, window=(3.0, 20.0))
+
+
+def test_traffic_that_rises_is_no_backlog() -> None:
+    """Three times as many are in flight at the end, for three times as many come, and none waits."""
+    run = rising(served=100)
+    level = in_flight(run.requests, np.array(run.window))
+    assert level[1] > 2 * level[0]
+    assert level[1] - level[0] > 0.1 * len(run.requests)
+    assert backlog(run) == 0
+    assert judge(run)[0] != "server_saturated"
+
+
+def test_traffic_that_rises_above_what_is_served_is_one() -> None:
+    assert backlog(rising(served=7)) > 30
 
 
 @pytest.mark.parametrize("seed", range(20))
