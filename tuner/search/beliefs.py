@@ -9,7 +9,7 @@ its short rung where both are known. With a prior (``prior.py``) the processes m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,12 +18,13 @@ from scipy.special import log_ndtr
 
 from loadgen.slo import COUNTS, Bound, name_of
 from tuner.runs.result import Measurement, Reading, TrialResult
-from tuner.search.crashes import Crashes
-from tuner.search.gp import Array, GaussianProcess, Points, fit
+from tuner.search.crashes import Codes, Crashes
+from tuner.search.gp import Array, GaussianProcess, Points, Shape, fit, most_probable
+from tuner.search.pool import encode
 from tuner.search.prior import Prior
 from tuner.search.strategy import SLACK, History
 from tuner.slo import Objective, RelativeBound
-from tuner.space.space import Axis, Config, Space, Value, config_key
+from tuner.space.space import config_key
 
 STOPPED = 0.1
 """Standard deviation of a short rung's logarithm against the whole, where no trial tells."""
@@ -35,8 +36,17 @@ FAR = 1.5
 """Logarithms further than this beyond a bound are all alike: far."""
 DOUBT, HEAD_START = 0.7, 3
 """A prior's greatest weight, and how many trials its good name counts for."""
+SETTLES, GROWTH = 8, 1.25
+"""See :func:`settled`."""
 BROKEN = 0.3
 """Chance that a server serves although the prior says that its memory does not suffice."""
+
+
+def settled(n: int) -> int:
+    """Of ``n`` points, the first so many decide on the hyperparameters: a tenth more changes them little, and
+    to find them takes most of the time.
+    """
+    return n if n < SETTLES else int(SETTLES * GROWTH ** int(math.log(n / SETTLES, GROWTH) + 1e-9))
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,7 @@ class Beliefs:
     """The processes behind a history, each fitted when it is first asked for."""
 
     def __init__(self, history: History, prior: Prior | None = None, earlier: Beliefs | None = None) -> None:
-        """``earlier``: those of the same prior, whose surfaces are kept if nothing was simulated since."""
+        """``earlier``: those of the same prior, of which is kept what would come out the same."""
         self.history, self.prior = history, prior
         self.objective = Figure.of(history.objective)
         self.bounds = (*map(Figure.of, history.bounds), *map(Figure.of, history.relative))
@@ -98,6 +108,7 @@ class Beliefs:
         self._surfaces: dict[Figure, tuple[GaussianProcess, float] | None] = (
             earlier._surfaces if earlier and kept else {}
         )
+        self._shapes: dict[tuple[Figure, str, int], Shape] = earlier._shapes if earlier else {}
 
     def expected(self, x: Array, figure: Figure | None = None) -> tuple[Array, Array]:
         """(means, standard deviations) of a figure's scaled value, by default the objective's."""
@@ -119,11 +130,14 @@ class Beliefs:
             total += log_ndtr((-SLACK - mean) / deviation)
         return total
 
-    def log_serves(self, configs: Sequence[Config]) -> Array:
-        """Logarithm of the chance that a server comes up, by the prior; failures that were seen are proof."""
+    def log_serves(self, codes: Codes) -> Array:
+        """Logarithm of the chance that a server comes up, by the prior; failures that were seen are proof.
+
+        ``codes`` (m, d): see ``crashes.codes_of``.
+        """
         failed = [(p.config, p.failure) for p in self.prior.known.values() if p.failure] if self.prior else []
         crashes = Crashes(self.history.space, failed, [r.config for r in self._told])
-        return np.array([math.log(BROKEN) if crashes.forbids(config) else 0.0 for config in configs])
+        return np.where(crashes.forbidden(codes), math.log(BROKEN), 0.0)
 
     def prior_weight(self) -> float:
         """What the prior has earned: DOUBT at first, then the rank correlation of its objective with the
@@ -131,8 +145,9 @@ class Beliefs:
         """
         assert self.prior is not None, "only a prior has a weight"
         figure, known = self.objective, self.prior.known
+        shift = self._short_to_whole(figure, self._told)
         pairs = [
-            (figure.scaled(prediction.values[figure.name]), self._reading(r, figure)[0])
+            (figure.scaled(prediction.values[figure.name]), self._reading(r, figure, shift)[0])
             for r in self._told
             if (prediction := known.get(config_key(r.config))) and figure.name in prediction.values
         ]
@@ -157,6 +172,10 @@ class Beliefs:
         return math.log(figure.limit) if figure.relative else 0.0
 
     @cached_property
+    def _x(self) -> Array:
+        return encode(self.history.space, [r.config for r in self._told])
+
+    @cached_property
     def _baseline(self) -> Array:
         return encode(self.history.space, [self.history.space.baseline])
 
@@ -165,7 +184,7 @@ class Beliefs:
         if surface is None:
             return Points(x)
         process, level = surface
-        return Points(x, process(Points(x))[0] - level)
+        return Points(x, process.means(Points(x)) - level)
 
     def _process(self, figure: Figure) -> GaussianProcess | None:
         if figure not in self._processes:
@@ -174,14 +193,29 @@ class Beliefs:
 
     def _fitted(self, figure: Figure) -> GaussianProcess | None:
         """None where no trial has the figure, or none of them tells anything."""
-        rows = [(r, y, v) for r in self._told for y, v in [self._reading(r, figure)] if math.isfinite(y)]
-        y = np.array([value for _, value, _ in rows])
-        if not rows or (figure.counted and y.max() < 0):  # nothing to learn: every trial held it
+        told = self._rows(figure, self._told)
+        if told is None:
             return None
-        x = encode(self.history.space, [r.config for r, _, _ in rows])
+        points, y, variances = told
+        few = settled(len(self._told))
+        shape = self._shapes.get((figure, "trials", few))
+        if shape is None:
+            earlier = self._rows(figure, self._told[:few]) or told
+            shape = self._shapes[figure, "trials", few] = most_probable(*earlier)
+        return fit(points, y, variances, shape)
+
+    def _rows(self, figure: Figure, told: Sequence[TrialResult]) -> tuple[Points, Array, Array] | None:
+        """(points, values, variances) for a fit to some trials."""
+        shift = self._short_to_whole(figure, told)
+        y, variances = np.array([self._reading(r, figure, shift) for r in told]).reshape(-1, 2).T
+        there = np.isfinite(y)
+        if not there.any() or (
+            figure.counted and y[there].max() < 0
+        ):  # nothing to learn: every trial held it
+            return None
         if figure in self.bounds and not figure.relative:
             y = np.minimum(y, FAR)
-        return fit(self._points(figure, x), y, np.array([variance for _, _, variance in rows]))
+        return self._points(figure, self._x[: len(told)][there]), y[there], variances[there]
 
     def _surface(self, figure: Figure) -> tuple[GaussianProcess, float] | None:
         """The prior's figure over the space, interpolated between what was simulated; and its level."""
@@ -197,22 +231,29 @@ class Beliefs:
             if len(rows) > 1:
                 x = encode(self.history.space, [config for config, _ in rows])
                 values = np.array([y for _, y in rows])
-                self._surfaces[figure] = fit(Points(x), values), float(values.mean())
+                few = settled(len(rows))
+                at = figure, "prior", few
+                if at not in self._shapes:
+                    self._shapes[at] = most_probable(Points(x[:few]), values[:few])
+                process = fit(Points(x), values, shape=self._shapes[at])
+                self._surfaces[figure] = process, float(values.mean())
         return self._surfaces[figure]
 
     def _absolute(self, figure: Figure, value: float) -> float:
         """Scaled, but not against the baseline's."""
         return figure.scaled(value) + figure.sign * self._offset(figure)
 
-    def _reading(self, result: TrialResult, figure: Figure) -> tuple[float, float]:
-        """(the figure over a whole run, its own variance)."""
+    def _reading(
+        self, result: TrialResult, figure: Figure, shift: tuple[float, float]
+    ) -> tuple[float, float]:
+        """(the figure over a whole run, its own variance). ``shift``: see :meth:`_short_to_whole`."""
         assert result.measurement is not None
         reading = result.measurement.reading(figure.metric, figure.cls)
         y, variance = self._absolute(figure, self._value(result.measurement, figure)), _variance(reading)
         if result.status == "measured":
             return y, variance
-        shift, spread = self._short_to_whole(figure)
-        return y + shift, variance + spread
+        added, spread = shift
+        return y + added, variance + spread
 
     def _value(self, measurement: Measurement, figure: Figure) -> float:
         """Of the objective the worse end of its interval: a tail can be short by luck, when just fewer stalls
@@ -221,13 +262,13 @@ class Beliefs:
         reading = measurement.reading(figure.metric, figure.cls)
         return reading.worse_end(figure.sign) if figure == self.objective else reading.value
 
-    def _short_to_whole(self, figure: Figure) -> tuple[float, float]:
+    def _short_to_whole(self, figure: Figure, told: Sequence[TrialResult]) -> tuple[float, float]:
         """(median, variance) of what the whole measurement adds to the short rung, where both are known."""
 
         def scaled(measurement: Measurement) -> float:
             return figure.scaled(self._value(measurement, figure))
 
-        both = [(r.short, r.measurement) for r in self._told if r.status == "measured"]
+        both = [(r.short, r.measurement) for r in told if r.status == "measured"]
         added = [scaled(whole) - scaled(short) for short, whole in both if short and whole]
         added = [a for a in added if math.isfinite(a)]
         if not added:
@@ -243,22 +284,3 @@ def _variance(reading: Reading) -> float:
     if math.isinf(reading.high) or reading.low <= 0:
         return UNKNOWN**2
     return (TRUST * math.log(reading.high / reading.low) / 4) ** 2
-
-
-def encode(space: Space, configs: Sequence[Config]) -> Array:
-    """Points (m, d) of the unit cube: a dimension an ordered axis, one a value of the others."""
-    return np.array([_coordinates(space.axes, space.params(config)) for config in configs])
-
-
-def _coordinates(axes: Sequence[Axis], params: Mapping[str, Value]) -> list[float]:
-    found: list[float] = []
-    for axis in axes:
-        value = params.get(axis.name)
-        if not axis.ordered:
-            found += [0.5 * (value == other) for other in axis.values]
-        elif value is None:  # it depends on another that is off
-            found.append(0.5)
-        else:
-            assert isinstance(value, int), "the parameter of an ordered axis is an index"
-            found.append(value / max(len(axis.values) - 1, 1))
-    return found

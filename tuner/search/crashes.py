@@ -12,8 +12,11 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tuner.runs.result import TrialResult
-from tuner.space.space import DRAFTS, SPECULATION, Config, Space, Value
+from tuner.space.space import DRAFTS, SPECULATION, Axis, Config, Space, Value
 
 HUNGRY: Mapping[str, int] = {
     "max_num_batched_tokens": +1,
@@ -38,6 +41,8 @@ NEXT_DOOR, REACH = 0.6, 2.0
 """Chance to fail a rung away from what fails for certain, and the rungs over which it falls to a third."""
 OTHERWISE = 2
 """Rungs that a difference counts for whose effect on memory nobody told."""
+Codes = NDArray[np.int64]
+"""A config as a number an axis: the rung or the place among the values; -1 where the axis does not exist."""
 _REASON = re.compile(rf"\b({'|'.join(CAUSES)}|killed)\b")
 
 
@@ -45,6 +50,18 @@ def cause_of(reason: str) -> str:
     """A key of CAUSES; "" where what failed did not fail for memory."""
     found = _REASON.search(reason)
     return "" if found is None else found[1].replace("killed", "out_of_memory")
+
+
+def codes_of(space: Space, params: Mapping[str, Value]) -> Codes:
+    """(d,), by the order of the space's axes."""
+    return np.array([_code(axis, params) for axis in space.axes])
+
+
+def _code(axis: Axis, params: Mapping[str, Value]) -> int:
+    if axis.name not in params:
+        return -1
+    value = params[axis.name]
+    return int(value) if axis.ordered and isinstance(value, int) else axis.values.index(value)
 
 
 class Crashes:
@@ -58,12 +75,12 @@ class Crashes:
         self, space: Space, failed: Iterable[tuple[Config, str]], served: Iterable[Config] = ()
     ) -> None:
         self._space = space
-        self._served = good = [space.params(config) for config in served]
-        told = ((space.params(config), cause_of(reason), reason) for config, reason in failed)
+        self._served = [self._codes(config) for config in served]
+        told = ((self._codes(config), cause_of(reason), reason) for config, reason in failed)
         self._failed = [
-            (params, cause, reason)
-            for params, cause, reason in told
-            if cause and not any(self._worse(other, params, cause) for other in good)
+            (codes, cause, reason)
+            for codes, cause, reason in told
+            if cause and not any(self._gaps(other, codes, cause) == 0 for other in self._served)
         ]
 
     @classmethod
@@ -74,48 +91,44 @@ class Crashes:
 
     def forbids(self, config: Config) -> str:
         """Why ``config`` would fail too: what failed that took no more memory; "" where it may serve."""
-        if not self._failed:
-            return ""
-        params = self._space.params(config)
-        return next((why for failed, cause, why in self._failed if self._worse(params, failed, cause)), "")
+        codes = self._codes(config) if self._failed else None
+        return next((why for than, cause, why in self._failed if self._gaps(codes, than, cause) == 0), "")
 
-    def chance(self, config: Config) -> float:
-        """That ``config`` serves, in a guess: smaller the fewer rungs it is from what would fail for certain.
+    def forbidden(self, codes: Codes) -> NDArray[np.bool_]:
+        """The same of many, (m, d): whether each would fail."""
+        found = np.zeros(len(codes), dtype=bool)
+        for than, cause, _ in self._failed:
+            found |= self._gaps(codes, than, cause) == 0
+        return found
+
+    def chance(self, codes: Codes) -> NDArray[np.float64]:
+        """That each of (m, d) serves, in a guess: smaller the fewer rungs it is from what would fail for
+        certain.
 
         1 where nothing failed for memory, and for what takes no more of it than a config that served.
         """
-        params = self._space.params(config)
-        gaps = [
-            self._gap(params, failed, cause)
-            for failed, cause, _ in self._failed
-            if not any(self._worse(other, params, cause) for other in self._served)
-        ]
-        return 1.0 - NEXT_DOOR * math.exp((1 - min(gaps, default=math.inf)) / REACH)
+        nearest = np.full(len(codes), math.inf)
+        proven: dict[str, NDArray[np.bool_]] = {}
+        for than, cause, _ in self._failed:
+            if cause not in proven:
+                proven[cause] = np.zeros(len(codes), dtype=bool)
+                for other in self._served:
+                    proven[cause] |= self._gaps(other, codes, cause) == 0
+            gaps = np.where(proven[cause], math.inf, self._gaps(codes, than, cause))
+            nearest = np.minimum(nearest, gaps)
+        return 1.0 - NEXT_DOOR * np.exp((1 - nearest) / REACH)
 
-    def _gap(self, params: Mapping[str, Value], failed: Mapping[str, Value], cause: str) -> int:
-        """Rungs that ``params`` are better off than what failed, over all axes."""
-        gap = 0
-        for axis in self._space.axes:
-            value, than = params.get(axis.name), failed.get(axis.name)
-            direction = CAUSES[cause].get(axis.name)
-            if direction and isinstance(value, int) and isinstance(than, int):
-                gap += max(0, direction * (than - value))
-            elif not _no_better(value, than, direction):
-                gap += OTHERWISE
-        return gap
+    def _codes(self, config: Config) -> Codes:
+        return codes_of(self._space, self._space.params(config))
 
-    def _worse(self, params: Mapping[str, Value], than: Mapping[str, Value], cause: str) -> bool:
-        """Whether ``params`` are nowhere better off than ``than``."""
-        worse = CAUSES[cause]
-        return all(
-            _no_better(params.get(axis.name), than.get(axis.name), worse.get(axis.name))
-            for axis in self._space.axes
-        )
+    def _gaps(self, codes: Any, than: Codes, cause: str) -> Any:
+        """Rungs that each is better off than what failed, over all axes; 0: it is nowhere better off.
 
-
-def _no_better(value: Any, than: Any, direction: int | None) -> bool:
-    if direction == 0:
-        return True
-    if direction is None or value is None or than is None:
-        return bool(value == than)
-    return bool(direction * (value - than) >= 0)
+        Either may be of one config, (d,), or of many, (m, d).
+        """
+        told = [CAUSES[cause].get(axis.name) for axis in self._space.axes]
+        ladder = np.array([bool(d) and axis.ordered for d, axis in zip(told, self._space.axes, strict=True)])
+        sign, matters = np.array([d or 0 for d in told]), np.array([d != 0 for d in told])
+        rungs = np.maximum(0, sign * (than - codes))
+        comparable = ladder & (codes >= 0) & (than >= 0)
+        return np.where(comparable, rungs, OTHERWISE * (matters & (codes != than))).sum(axis=-1)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import cho_factor, cho_solve
+from scipy.linalg import lapack
 from scipy.optimize import minimize
 
 Array = NDArray[np.float64]
@@ -51,18 +51,26 @@ class Points:
 
 
 @dataclass(frozen=True)
+class Shape:
+    """Hyperparameters. ``amplitude``: in standard deviations of the data; ``noise``: in units of y."""
+
+    lengths: Array
+    amplitude: float
+    noise: float
+
+
+@dataclass(frozen=True)
 class GaussianProcess:
     """What the values at n points say about all others. Made by :func:`fit`."""
 
     points: Points
-    lengths: Array
-    amplitude: float
-    noise: float
+    shape: Shape
     slope: float
     """The posterior mean of the predictions' slope; 0 without any."""
     mean: float
     scale: float
-    _factor: Any
+    _factor: Array
+    """The lower Cholesky factor of the points' covariance."""
     _weights: Array
 
     def __call__(self, at: Points, against: Points | None = None) -> tuple[Array, Array]:
@@ -77,47 +85,92 @@ class GaussianProcess:
             mean = mean - (self.mean + self._predicted(against))
             variance = variance + self._variance(against) - 2 * self._covariance(at, against)[:, 0]
         mean = mean + self.scale * (cross @ self._weights)
-        variance = variance - np.einsum("mn,nm->m", cross, cho_solve(self._factor, cross.T))
+        explained = lapack.dtrtrs(self._factor, cross.T, lower=1)[0]
+        variance = variance - np.einsum("nm,nm->m", explained, explained)
         return mean, self.scale * np.sqrt(np.maximum(variance, 1e-8))
+
+    def means(self, at: Points) -> Array:
+        """The means alone, at a fraction of the time."""
+        return (
+            self.mean + self._predicted(at) + self.scale * (self._covariance(at, self.points) @ self._weights)
+        )
 
     def _predicted(self, at: Points) -> Array:
         return np.zeros(len(at.x)) if at.predicted is None else at.predicted
 
     def _covariance(self, a: Points, b: Points) -> Array:
         """In units of the scale, squared."""
-        found = self.amplitude**2 * _matern(a.x, b.x, self.lengths) + LEVEL**2
+        found = self.shape.amplitude**2 * _matern(a.x, b.x, self.shape.lengths) + LEVEL**2
         if a.predicted is not None and b.predicted is not None:
             found += (SLOPE / self.scale) ** 2 * np.outer(a.predicted, b.predicted)
         return found
 
     def _variance(self, at: Points) -> Array:
-        return self.amplitude**2 + LEVEL**2 + (SLOPE / self.scale * self._predicted(at)) ** 2
+        return self.shape.amplitude**2 + LEVEL**2 + (SLOPE / self.scale * self._predicted(at)) ** 2
 
 
-def fit(points: Points, y: Array, variances: Array | None = None) -> GaussianProcess:
-    """``variances`` (n,): noise that a point has beyond the common one, in units of y squared."""
-    phi = points.predicted
-    missed = y if phi is None else y - phi
-    mean, scale = float(np.mean(missed)), max(float(np.std(y)), 0.05)
-    target = (missed - mean) / scale
-    extra = np.zeros(len(y)) if variances is None else variances / scale**2
-    fixed = np.full((len(y), len(y)), LEVEL**2) + np.diag(extra + JITTER)
-    if phi is not None:
-        fixed += (SLOPE / scale) ** 2 * np.outer(phi, phi)
-    dimensions = points.x.shape[1]
+@dataclass(frozen=True)
+class _Data:
+    """What was measured, in its own standard deviations."""
+
+    target: Array
+    """(n,), what the prediction misses."""
+    mean: float
+    scale: float
+    fixed: Array
+    """(n, n), the part of the covariance that no hyperparameter changes."""
+
+    @classmethod
+    def of(cls, points: Points, y: Array, variances: Array | None) -> _Data:
+        phi = points.predicted
+        missed = y if phi is None else y - phi
+        mean, scale = float(np.mean(missed)), max(float(np.std(y)), 0.05)
+        extra = np.zeros(len(y)) if variances is None else variances / scale**2
+        fixed = np.full((len(y), len(y)), LEVEL**2) + np.diag(extra + JITTER)
+        if phi is not None:
+            fixed += (SLOPE / scale) ** 2 * np.outer(phi, phi)
+        return cls((missed - mean) / scale, mean, scale, fixed)
+
+
+def most_probable(points: Points, y: Array, variances: Array | None = None) -> Shape:
+    """The hyperparameters for values at n points. See :func:`fit`."""
+    data, dimensions = _Data.of(points, y, variances), points.x.shape[1]
     squares = (points.x[:, None, :] - points.x[None, :, :]) ** 2
-    centre = np.array([*[LENGTH[0]] * dimensions, AMPLITUDE[0], NOISE[0] - math.log(scale)])
+    centre = np.array([*[LENGTH[0]] * dimensions, AMPLITUDE[0], NOISE[0] - math.log(data.scale)])
     width = np.array([*[LENGTH[1]] * dimensions, AMPLITUDE[1], NOISE[1]])
     best = minimize(
-        _loss, centre, args=(squares, target, fixed, centre, width), jac=True, method="L-BFGS-B",
+        _loss, centre, args=(squares, data.target, data.fixed, centre, width), jac=True, method="L-BFGS-B",
         bounds=[(c - 3 * w, c + 3 * w) for c, w in zip(centre, width, strict=True)], options=SEARCH,
     )  # fmt: skip
-    lengths, height, noise = np.exp(best.x[:-2]), math.exp(best.x[-2]), math.exp(best.x[-1])
-    kernel = height**2 * _matern(points.x, points.x, lengths) + fixed + noise**2 * np.eye(len(y))
-    factor = cho_factor(kernel, lower=True)
-    weights = cho_solve(factor, target)
-    slope = 0.0 if phi is None else 1.0 + SLOPE**2 / scale * float(phi @ weights)
-    return GaussianProcess(points, lengths, height, noise, slope, mean, scale, factor, weights)
+    found = np.exp(best.x)
+    return Shape(found[:-2], float(found[-2]), float(found[-1]) * data.scale)
+
+
+def fit(
+    points: Points, y: Array, variances: Array | None = None, shape: Shape | None = None
+) -> GaussianProcess:
+    """``variances`` (n,): noise that a point has beyond the common one, in units of y squared.
+
+    ``shape``: by default the most probable one.
+    """
+    shape = shape or most_probable(points, y, variances)
+    data = _Data.of(points, y, variances)
+    kernel = shape.amplitude**2 * _matern(points.x, points.x, shape.lengths) + data.fixed
+    kernel.flat[:: len(y) + 1] += (shape.noise / data.scale) ** 2
+    factor = _cholesky(kernel)
+    weights = lapack.dpotrs(factor, data.target, lower=1)[0]
+    phi = points.predicted
+    slope = 0.0 if phi is None else 1.0 + SLOPE**2 / data.scale * float(phi @ weights)
+    return GaussianProcess(points, shape, slope, data.mean, data.scale, factor, weights)
+
+
+def _cholesky(kernel: Array) -> Array:
+    """The lower factor. Around matrices this small scipy's own checks take longer than the work."""
+    factor: Array
+    factor, failed = lapack.dpotrf(kernel, lower=1)
+    if failed:
+        raise np.linalg.LinAlgError("a covariance is not positive definite")
+    return factor
 
 
 def _matern(a: Array, b: Array, lengths: Array) -> Array:
@@ -139,13 +192,14 @@ def _loss(
     decay = np.exp(-r)
     matern = amplitude * (1 + r + r**2 / 3) * decay
     kernel = matern + fixed
-    kernel[np.diag_indices_from(kernel)] += noise
-    factor = cho_factor(kernel, lower=True)
-    weights = cho_solve(factor, target)
+    kernel.flat[:: len(target) + 1] += noise
+    factor = _cholesky(kernel)
+    weights = lapack.dpotrs(factor, target, lower=1)[0]
     off = (theta - centre) / width
-    loss = 0.5 * target @ weights + np.log(np.diag(factor[0])).sum() + 0.5 * off @ off
-    sensitivity = cho_solve(factor, np.eye(len(target))) - np.outer(weights, weights)
+    loss = 0.5 * target @ weights + np.log(np.diag(factor)).sum() + 0.5 * off @ off
+    inverted = lapack.dpotri(factor, lower=1)[0]  # of its lower half
+    sensitivity = inverted + np.tril(inverted, -1).T - np.outer(weights, weights)
     slopes = amplitude * 5 / 3 * (1 + r) * decay * sensitivity
-    by_length = 0.5 * np.einsum("ij,ijk->k", slopes, squares) * inverse
+    by_length = 0.5 * (slopes.reshape(-1) @ squares.reshape(-1, squares.shape[-1])) * inverse
     by_amplitude, by_noise = float((sensitivity * matern).sum()), noise * float(np.trace(sensitivity))
     return float(loss), np.array([*by_length, by_amplitude, by_noise]) + off / width
