@@ -288,7 +288,8 @@ def _per_request(records: Sequence[RequestRecord], metric: str) -> Distribution:
     measure = _PER_REQUEST[metric]
     failed = math.nan if metric in _TOLD else math.inf
     values = np.array([measure(r) if r.ok else failed for r in records], dtype=np.float64)
-    return Distribution.of(values[~np.isnan(values)])
+    known = np.flatnonzero(~np.isnan(values))
+    return Distribution.of(values[known], groups=known)
 
 
 def _gaps(records: Sequence[RequestRecord], metric: str) -> Distribution:

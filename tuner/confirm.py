@@ -6,13 +6,15 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from scipy.special import stdtrit
 
 from loadgen.compare import Comparison
-from loadgen.slo import COUNTS, Bound, format_value, name_of
-from tuner.runs.measure import Run, measure
+from loadgen.slo import COUNTS, LATENCIES, Bound, format_value, name_of
+from tuner.runs.measure import QUANTILES, Run, goodput_bounds, measure
+from tuner.runs.resample import ratio_interval
 from tuner.runs.result import Measurement, without_nan
 from tuner.slo import RelativeBound, Slo
 
@@ -95,13 +97,22 @@ def assess(
         [Run(getattr(pair, side), seconds[pair.seed]) for pair in comparison.pairs] for side in ("a", "b")
     ]
     a, b = (Pooled.of(runs, slo) for runs in sides)
-    judged = judge(a, b, slo, trial, baseline_feasible)
+    judged = judge(a, b, slo, trial, baseline_feasible, _percentile_intervals(slo, *sides))
     return replace(judged, together=comparison.together, notes=comparison.notes)
 
 
-def judge(a: Pooled, b: Pooled, slo: Slo, trial: int, baseline_feasible: bool) -> Confirmation:
-    """As :func:`assess`, of runs that are pooled already."""
-    changes = {name: _change(name, a, b) for name in compared_metrics(slo)}
+def judge(
+    a: Pooled,
+    b: Pooled,
+    slo: Slo,
+    trial: int,
+    baseline_feasible: bool,
+    intervals: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+) -> Confirmation:
+    """As :func:`assess`, of runs that are pooled already. ``intervals``: of the logarithm of the ratio, where
+    the samples gave one; else the pools without each pair do.
+    """
+    changes = {name: _change(name, a, b, intervals.get(name)) for name in compared_metrics(slo)}
     problems = [_missed(bound, b.whole) for bound in slo.bounds]
     problems += [_worse(bound, changes[bound.metric]) for bound in slo.relative]
     if baseline_feasible:
@@ -131,13 +142,31 @@ class Pooled:
         return cls(measure(runs, slo), tuple(left_out) if len(runs) > 1 else ())
 
 
-def compared_metrics(slo: Slo) -> list[str]:
-    """The objective first, then what the SLO bounds, then what everybody asks about."""
+def compared(slo: Slo) -> list[tuple[str, str | None]]:
+    """(metric, class): the objective first, then what the SLO bounds, then what everybody asks about."""
     always = ("itl_p50", "itl_p99", "ttft_p50", "ttft_p95", "throughput")
-    return list(dict.fromkeys([*(name_of(metric, cls) for metric, cls in slo.metrics), *always]))
+    return list(dict.fromkeys([*slo.metrics, *((metric, None) for metric in always)]))
 
 
-def _change(name: str, a: Pooled, b: Pooled) -> Change:
+def compared_metrics(slo: Slo) -> list[str]:
+    return [name_of(metric, cls) for metric, cls in compared(slo)]
+
+
+def _percentile_intervals(slo: Slo, a: Sequence[Run], b: Sequence[Run]) -> dict[str, tuple[float, float]]:
+    """By name, of every percentile that is compared."""
+    summaries = [[run.whole.summary(goodput_bounds(slo)) for run in runs] for runs in (a, b)]
+    found = {}
+    for metric, cls in compared(slo):
+        family, _, statistic = metric.rpartition("_")
+        present = all(cls is None or cls in summary.classes for side in summaries for summary in side)
+        if family in LATENCIES and statistic in QUANTILES and present:
+            samples = ([summary.distribution(family, cls) for summary in side] for side in summaries)
+            pairs = list(zip(*samples, strict=True))
+            found[name_of(metric, cls)] = ratio_interval(pairs, QUANTILES[statistic])
+    return found
+
+
+def _change(name: str, a: Pooled, b: Pooled, interval: tuple[float, float] | None = None) -> Change:
     """Pooled values of both sides, and their ratio where there is one."""
     reading = b.whole.readings[name]
     values = (a.whole.readings[name].value, reading.value)
@@ -151,16 +180,14 @@ def _change(name: str, a: Pooled, b: Pooled) -> Change:
     if name in COUNTS or not all(0 < value < math.inf for pair in pairs for value in pair):
         return Change(name, *values, math.nan, math.nan, math.nan, reading.n)
     whole, *left_out = (math.log(y / x) for x, y in pairs)
-    low, high = _jackknife(whole, left_out)
+    low, high = interval or _jackknife(whole, left_out)
     return Change(name, *values, math.exp(whole), math.exp(low), math.exp(high), reading.n)
 
 
 def _jackknife(whole: float, left_out: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Interval of a statistic from its values without each pair: Student's t on Tukey's pseudo-values.
 
-    The unit is the pair of runs, as it must be. But the statistic is of all runs together, for a tail
-    percentile of one short run has two modes where the stalls make up about that share of the tokens: it
-    falls among them or not.
+    The unit is the pair of runs, as it must be. For rates and means, which change smoothly with each pair.
     """
     n = len(left_out)
     if n < 2:

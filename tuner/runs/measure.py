@@ -27,7 +27,7 @@ ALWAYS = (
 )
 """Latencies that every report shows, whatever the SLO."""
 SHOWN_RATES = ("throughput", "request_rate", "goodput")
-_QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _reading(pools: _Pools, metric: str, cls: str | None) -> Reading:
     samples = pools[family, cls]
     if statistic == "mean":
         return Reading(samples.mean(), samples.count)
-    quantile = _QUANTILES[statistic]
+    quantile = QUANTILES[statistic]
     return Reading(samples.rank(quantile), samples.count, *samples.interval(quantile))
 
 
