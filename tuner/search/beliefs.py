@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +25,7 @@ from tuner.search.pool import encode
 from tuner.search.prior import Prior
 from tuner.search.strategy import SLACK, History
 from tuner.slo import Objective, RelativeBound
-from tuner.space.space import config_key
+from tuner.space.space import Config, config_key
 
 STOPPED = 0.1
 """Standard deviation of a short rung's logarithm against the whole, where no trial tells."""
@@ -109,6 +110,18 @@ class Beliefs:
             earlier._surfaces if earlier and kept else {}
         )
         self._shapes: dict[tuple[Figure, str, int], Shape] = earlier._shapes if earlier else {}
+
+    def believing(self, running: Sequence[Config]) -> Beliefs:
+        """As if these configs had measured what is expected of them (see ``gp.py``)."""
+        if not running:
+            return self
+        x, found = encode(self.history.space, running), copy(self)
+        found._processes = {
+            figure: process.believing(self._points(figure, x)) if process else None
+            for figure in (self.objective, *self.bounds)
+            for process in [self._process(figure)]
+        }
+        return found
 
     def expected(self, x: Array, figure: Figure | None = None) -> tuple[Array, Array]:
         """(means, standard deviations) of a figure's scaled value, by default the objective's."""

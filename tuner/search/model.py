@@ -4,7 +4,8 @@ What is proposed is the config with the highest expected improvement over the be
 it holds every bound (Gardner et al. 2014, "Bayesian optimization with inequality constraints"); while nothing
 is feasible yet, the one with the best chance. What is best so far the models say too, for a single
 measurement that is good by luck is not followed by its neighbours. With a prior, the favourites are simulated
-before one of them is launched.
+before one of them is launched. Configs that other workers measure count as if they came out as expected, so
+that nobody looks for what another is about to find.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tuner.search.crashes import Crashes
 from tuner.search.gp import Array
 from tuner.search.pool import Pool, Pools, encode
 from tuner.search.prior import Prior
-from tuner.search.strategy import History, Strategy, Suggestion
+from tuner.search.strategy import GAIN, History, Strategy, Suggestion
 from tuner.space.space import Space
 
 SIMPLER = 0.1
@@ -32,6 +33,9 @@ SURE = 0.8
 """Chance of holding every bound from which on the objective decides what is best."""
 TIE = 0.02
 """Expected objectives closer than this (in logarithm) are a tie, which the simpler config wins."""
+PROMISE, IN_A_ROW = 0.003, 3
+"""The search ends when the config that it favours is expected to gain less than this (in logarithm, beyond
+WORTH), so many times in a row: one proposal alone may mistake what it does not know for nothing."""
 FIRST_ASKED, FAVOURITES, ROUNDS = 32, 8, 4
 """Simulated configs: spread at first, then of the favourites of every round."""
 
@@ -66,11 +70,25 @@ class ModelStrategy(Strategy):
             if known or not self.prior.ask(pool.rows[i].config for i in ranked):
                 break
             scores = self._scores(history, pool, serves)
+        expected: dict[str, float] = {}
+        if history.best is not None:
+            expected[GAIN] = math.exp(float(np.max(scores + SIMPLER * pool.changes)))
+            if self._over(history, expected[GAIN]):
+                self.exhausted = f"no config left is expected to gain more than {expected[GAIN]:.1%}"
+                return None
         chosen = int(np.argmax(scores))
         beliefs, x = self.beliefs(history), pool.x[chosen : chosen + 1]
         return Suggestion(
-            history.space.params(pool.rows[chosen].config), _reason(beliefs, x), beliefs.figures(x)
+            history.space.params(pool.rows[chosen].config),
+            _reason(beliefs, x),
+            expected | beliefs.figures(x),
         )
+
+    def _over(self, history: History, gain: float) -> bool:
+        """Whether the last proposals promised as little as this one."""
+        told = [r.expected[GAIN] for r in history.launched if GAIN in r.expected]
+        last = [*told, gain][-IN_A_ROW:]
+        return len(last) == IN_A_ROW and max(last) < PROMISE
 
     def rank(self, history: History) -> list[TrialResult]:
         """By what the models expect of each: those that are likely to hold every bound first."""
@@ -94,14 +112,17 @@ class ModelStrategy(Strategy):
         return [result for result, _, _ in (*tied, *sure[len(tied) :], *unsure)]
 
     def beliefs(self, history: History, plain: bool = False) -> Beliefs:
-        """Those of the last history are kept, for it is asked about several times. ``plain``: no prior."""
+        """Of what was measured, and of what runs. ``plain``: without the prior.
+
+        Those of the last history are kept, for it is asked about several times.
+        """
         prior = None if plain else self.prior
         known = len(prior.known) if prior else 0
         key = (known, len(history.bounds), len(history.relative), *(r.number for r in history.results))
         held = self._held.get(plain)
         if held is None or held[0] != key:
             held = self._held[plain] = key, Beliefs(history, prior, held[1] if held else None)
-        return held[1]
+        return held[1].believing(history.running)
 
     def _scores(self, history: History, pool: Pool, serves: Array) -> Array:
         """Logarithms of what a trial of each is expected to gain. ``serves``: the chance that each comes up.
@@ -122,12 +143,22 @@ class ModelStrategy(Strategy):
     def _log_gain(self, history: History, beliefs: Beliefs, x: Array) -> Array:
         """Logarithm of the expected improvement; flat while nothing is feasible."""
         mean, deviation = beliefs.expected(x)
-        if history.best is None:
+        best = self._to_beat(history, beliefs)
+        if best is None:
             return -0.1 * mean
-        best = beliefs.expected(encode(history.space, [history.best.config]))[0][0]
         z = (best - WORTH - mean) / deviation
         improvement = deviation * (z * ndtr(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
         return np.log(np.maximum(improvement, 1e-300))
+
+    def _to_beat(self, history: History, beliefs: Beliefs) -> float | None:
+        """The best objective that is expected of the best config, or of one that runs and is believed to hold
+        every bound; None while there is neither.
+        """
+        known = [] if history.best is None else [history.best.config]
+        if history.running:
+            chances = np.exp(beliefs.log_feasible(encode(history.space, history.running)))
+            known += [c for c, chance in zip(history.running, chances, strict=True) if chance >= SURE]
+        return float(beliefs.expected(encode(history.space, known))[0].min()) if known else None
 
     def _pool(self, history: History) -> tuple[Pool, Array]:
         """Configs that may be launched, each once, and the chance that its server comes up."""

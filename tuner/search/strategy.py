@@ -25,6 +25,8 @@ TIE = 0.1
 """Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
 SLACK = 0.05
 """Relative distance that a candidate should keep to its bounds."""
+GAIN = "gain"
+"""Beside the figures that are expected of a suggestion: what it is expected to gain on the best, as a share."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class History:
     relative: tuple[RelativeBound, ...] = ()
     best: TrialResult | None = None
     """The best feasible config so far."""
+    running: tuple[Config, ...] = ()
+    """Those that other workers measure now."""
 
     @property
     def launched(self) -> tuple[TrialResult, ...]:
@@ -125,7 +129,7 @@ class TpeStrategy(Strategy):
         return Suggestion(params, "sampler, near the best")
 
     def sampler(self, seed: int) -> optuna.samplers.BaseSampler:
-        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=self.STARTUP_TRIALS)
+        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=self.STARTUP_TRIALS, constant_liar=True)
 
 
 class StaircaseStrategy(Strategy):
@@ -155,6 +159,8 @@ class StaircaseStrategy(Strategy):
                     if space.refusals(config):
                         break
                     told = history.of(config)
+                    if told is None and config_key(config) in history.taken:
+                        break  # another worker is on this step
                     if told is None:
                         return Suggestion(ahead, f"staircase: {axis.name} to {axis.values[to]}")
                     if not improves(told, here, history.objective):

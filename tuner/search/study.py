@@ -108,22 +108,26 @@ class Study:
     @property
     def history(self) -> History:
         """What a strategy may know."""
-        return replace(self._told, taken=frozenset(self._known()), best=self.best())
+        running = tuple(trial.user_attrs["config"] for trial in self._begun())
+        return replace(self._told, taken=frozenset(self._known()), best=self.best(), running=running)
 
     @property
     def _told(self) -> History:
         told = tuple(r for r in self.results if r.status not in ("interrupted", "duplicate"))
         return History(self.space, self.objective, told, bounds=self.bounds, relative=self.relative)
 
-    def enqueue(self, config: Config, origin: str, deaths: int = 0) -> None:
-        """Propose ``config`` before anything of the sampler's. Configs queued or told already are left out.
+    def enqueue(self, config: Config, origin: str, deaths: int = 0) -> bool:
+        """Propose ``config`` before anything of the sampler's. Configs queued or told already are left out, and
+        False is returned.
 
         ``deaths`` counts the processes that ended in the middle of it.
         """
         config = dict(self.space.baseline) if origin == BASELINE else self.space.snap(config)
-        if config_key(config) not in self._known():
-            attributes = {"origin": origin, "queued": config, "deaths": deaths}
-            self._study.enqueue_trial(self.space.params(config), user_attrs=attributes)
+        if config_key(config) in self._known():
+            return False
+        attributes = {"origin": origin, "queued": config, "deaths": deaths}
+        self._study.enqueue_trial(self.space.params(config), user_attrs=attributes)
+        return True
 
     def propose(self) -> Proposal | None:
         """The next config that must be launched; None when the strategy has no more, or the space.
