@@ -19,7 +19,7 @@ from engine.core import EngineCore
 from engine.model_config import ModelConfig
 from engine.request import Request, SamplingParams
 from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, Outputs, StepOutput, StepPlan, StepResult
-from engine.step_times import StepLoad, StepTimes
+from engine.step_times import StepLoad, StepTimes, draw
 
 TOKEN_ID = 0
 """What every request emits, but for its end."""
@@ -177,8 +177,8 @@ class SimulatedRunner:
     def _occupy(self, load: StepLoad) -> float:
         """The device begins a step now. Returns when it ends."""
         seconds = self.times.device_seconds(load)
-        if factors := self.times.factors(seconds):
-            seconds *= self._spread.choice(factors)
+        if factor := draw(self.times.spread, seconds, self._spread):
+            seconds *= factor
         self.device_seconds += seconds
         self._started_at = self.clock.now
         return self.clock.now + seconds

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -23,8 +24,12 @@ KNOTS = (64, 128, 256, 512, 1024, 2048)
 TRIMMED = 0.05
 """Share of the samples that the fit drops as noise of a shared machine."""
 GROUP, WIDTH, QUANTILES = 12, 1.5, 20
-"""Of the spread that is kept: samples in a group, at least; ratio of the seconds of its longest step to its
-shortest, unless it has fewer; numbers that stand for it."""
+"""Of Groups that are measured: samples in one, at least; ratio of its bound to where it begins, unless it has
+fewer; values that stand for it."""
+
+Groups = tuple[tuple[float, tuple[float, ...]], ...]
+"""What has been seen where something was up to a bound: bounds, ascending, and values of which each is as
+likely. The last are for all beyond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,17 +115,17 @@ class StepTimes:
     curve: tuple[tuple[float, float], ...] = ()
     """As measured: the seconds of the linear layers at some numbers of tokens, ascending; straight lines
     between and beyond. Kernels have better and worse shapes, which two coefficients do not show."""
-    spread: tuple[tuple[float, tuple[float, ...]], ...] = ()
-    """As measured: by how much the device took longer than the coefficients say, as factors of which each is
-    as likely, for steps of up to so many seconds. Ascending; the last are for all that is longer. Cores that
-    are shared make a short step half as long again now and then, and a percentile lives on that."""
+    spread: Groups = ()
+    """As measured: what the device's seconds of a step by the coefficients may have to be multiplied with, by
+    these seconds. Cores that are shared make a short step half as long again now and then, and a percentile
+    lives on that."""
     entry: float = 0.0
     """From a request's sending to the engine's queue, and what its answers lose on their way back."""
     entry_per_token: float = 0.0
     """Of its prompt."""
-    delivery: tuple[float, ...] = ()
-    """As measured: seconds that what a step emitted came later to the client than at best, of which each is
-    as likely. Processes that share cores with the engine wait for their turn now and then."""
+    delivery: Groups = ()
+    """As measured: seconds that what a step emitted may come later to the client than at best, by how many
+    requests it emitted for. Processes that share cores with the engine wait for their turn now and then."""
     source: str = ""
     """Where the coefficients come from, for people."""
 
@@ -140,13 +145,6 @@ class StepTimes:
             + self.per_pair * load.pairs
             + moving
         )
-
-    def factors(self, seconds: float) -> tuple[float, ...]:
-        """What the device's seconds of a step may have to be multiplied with; () for nothing."""
-        for longest, factors in self.spread:
-            if seconds <= longest:
-                return factors
-        return self.spread[-1][1] if self.spread else ()
 
     def entry_seconds(self, prompt_tokens: int) -> float:
         return self.entry + self.entry_per_token * prompt_tokens
@@ -173,22 +171,20 @@ class StepTimes:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(given) - known):
             raise ValueError(f"unknown coefficient {unknown[0]!r}; known are {', '.join(sorted(known))}")
-        curve, spread = given.pop("curve", []), given.pop("spread", [])
-        delivery = given.pop("delivery", [])
+        curve = given.pop("curve", [])
+        groups = {name: given.pop(name, []) for name in ("spread", "delivery")}
         for name, value in given.items():
             if name != "source" and not _is_amount(value):
                 raise ValueError(f"{name} must be a number, 0 or more, is {value!r:.40}")
         if not _is_curve(curve):
             raise ValueError(f"curve must be pairs of tokens, ascending, and seconds, is {curve!r:.40}")
-        if not _is_spread(spread):
-            raise ValueError(f"spread must be pairs of seconds, ascending, and factors, is {spread!r:.40}")
-        if not isinstance(delivery, list) or not all(map(_is_amount, delivery)):
-            raise ValueError(f"delivery must be a list of seconds, is {delivery!r:.40}")
+        for name, value in groups.items():
+            if not _are_groups(value):
+                raise ValueError(f"{name} must be pairs of a bound, ascending, and values, is {value!r:.40}")
         return cls(
             **given,
-            delivery=tuple(delivery),
             curve=tuple((tokens, seconds) for tokens, seconds in curve),
-            spread=tuple((seconds, tuple(factors)) for seconds, factors in spread),
+            **{name: tuple((bound, tuple(values)) for bound, values in groups[name]) for name in groups},
         )
 
 
@@ -200,10 +196,10 @@ def _is_curve(value: Any) -> bool:
     return _are_pairs(value) and all(map(_is_amount, chain.from_iterable(value))) and _ascends(value)
 
 
-def _is_spread(value: Any) -> bool:
-    if not _are_pairs(value) or not all(isinstance(factors, list) and factors for _, factors in value):
+def _are_groups(value: Any) -> bool:
+    if not _are_pairs(value) or not all(isinstance(values, list) and values for _, values in value):
         return False
-    amounts = chain.from_iterable([seconds, *factors] for seconds, factors in value)
+    amounts = chain.from_iterable([bound, *values] for bound, values in value)
     return all(map(_is_amount, amounts)) and _ascends(value)
 
 
@@ -257,26 +253,33 @@ def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> Ste
         curve=tuple((float(knot), level - launch) for knot, level in zip(few + many, levels, strict=True)),
         source=source,
     )
-    return replace(times, spread=_spread(times, samples))
+    fitted = [times.device_seconds(load) for load in loads]
+    ratios = [sample.device_seconds / seconds for sample, seconds in zip(samples, fitted, strict=True)]
+    return replace(times, spread=grouped(list(zip(fitted, ratios, strict=True))))
 
 
-def _spread(times: StepTimes, samples: Sequence[StepSample]) -> tuple[tuple[float, tuple[float, ...]], ...]:
-    """The ratios of measured to fitted seconds, by groups of steps that are about as long."""
-    ordered = sorted((times.device_seconds(sample.load), sample.device_seconds) for sample in samples)
+def grouped(samples: Sequence[tuple[float, float]]) -> Groups:
+    """Groups of (what a bound is for, value)."""
     groups: list[list[tuple[float, float]]] = []
-    for fitted, measured in ordered:
-        if not groups or (fitted > WIDTH * groups[-1][0][0] and len(groups[-1]) >= GROUP):
+    for sample in sorted(samples):
+        if not groups or (sample[0] > WIDTH * groups[-1][0][0] and len(groups[-1]) >= GROUP):
             groups.append([])
-        groups[-1].append((fitted, measured))
+        groups[-1].append(sample)
     if len(groups) > 1 and len(groups[-1]) < GROUP:
         groups[-2:] = [groups[-2] + groups[-1]]
-    return tuple((group[-1][0], quantiles([b / a for a, b in group])) for group in groups)
-
-
-def quantiles(values: Sequence[float]) -> tuple[float, ...]:
-    """QUANTILES numbers that stand for a distribution, each as likely; () for none."""
     places = (np.arange(QUANTILES) + 0.5) / QUANTILES
-    return tuple(np.quantile(values, places).round(5).tolist()) if len(values) else ()
+    return tuple(
+        (group[-1][0], tuple(np.quantile([value for _, value in group], places).round(5).tolist()))
+        for group in groups
+    )
+
+
+def draw(groups: Groups, what: float, chance: random.Random) -> float | None:
+    """A value of the group that ``what`` belongs to; None of no groups."""
+    for bound, values in groups:
+        if what <= bound:
+            return chance.choice(values)
+    return chance.choice(groups[-1][1]) if groups else None
 
 
 def _knots(tokens: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -121,9 +121,10 @@ def on_times(
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a step put out: ``outputs``, and a token for each request that cruises."""
+    """What a step put out: ``outputs``, and a token for each of ``cruising`` requests."""
 
     outputs: Outputs
+    cruising: int
     joined: Sequence[str]
     """Who cruises from the next step on: a token in each step, without an output, until it leaves."""
     left: Sequence[str]
@@ -206,7 +207,7 @@ class SimulatedServer:
             self.finished[finished.request_id] = finished
         self._unchanged = True
         joined = self._cruising.cohort.joined if self._cruising else ()
-        return Delivery(Outputs.of(output.outputs), joined, plan.cruise.left)
+        return Delivery(Outputs.of(output.outputs), plan.cruise.count, joined, plan.cruise.left)
 
     def cruise(self, before: float) -> list[float]:
         """Steps that begin before that moment, up to the first in which somebody does more than cruise.

@@ -85,13 +85,13 @@ def entry(runs: Sequence[Records]) -> tuple[float, float]:
     return base, max(statistics.median(slopes), 0.0)
 
 
-def delivery(runs: Sequence[Records], steps: Sequence[tuple[int, float]]) -> list[float]:
-    """Seconds that what steps put out came later to the client than at best. ``steps``: how many outputs each
-    brought, and when it ended, of all ``runs`` in this order, on a clock of its own.
+def delivery(runs: Sequence[Records], steps: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """How many outputs steps had, and how many seconds later than at best these came to the client.
 
+    ``steps``: how many outputs each had, and when it ended, on a clock of its own; of all ``runs``, in order.
     An output is a chunk, and chunks come in the order of the steps; runs with more of one are left out.
     """
-    late: list[float] = []
+    late: list[tuple[int, float]] = []
     coming = iter(steps)
     for run in runs:
         arrivals = sorted(at for request in run.requests for at in request.chunk_at)
@@ -99,10 +99,11 @@ def delivery(runs: Sequence[Records], steps: Sequence[tuple[int, float]]) -> lis
         while taken < len(arrivals) and (step := next(coming, None)):
             outputs, ended = step
             if outputs and taken + outputs <= len(arrivals):
-                waits.append(arrivals[taken + outputs // 2] / 1e9 - ended)
+                waits.append((outputs, arrivals[taken + outputs // 2] / 1e9 - ended))
             taken += outputs
         if taken == len(arrivals):
-            late += [wait - min(waits) for wait in waits]
+            least = min(wait for _, wait in waits)
+            late += [(outputs, wait - least) for outputs, wait in waits]
     return late
 
 

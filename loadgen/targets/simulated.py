@@ -294,6 +294,8 @@ class _Door:
     def __init__(self, server: SimulatedServer, number: int) -> None:
         self.server = server
         self._chance, self._arrived = random.Random(number), 0.0
+        self._outputs = 0
+        """Of the last step."""
 
     @property
     def now(self) -> float:
@@ -307,9 +309,12 @@ class _Door:
         return self.server.times.entry_seconds(prompt_tokens)
 
     def arrival(self, end: float) -> float:
-        if late := self.server.times.delivery:
-            self._arrived = end = max(self._arrived, end + self._chance.choice(late))
-        return end
+        from engine.step_times import draw
+
+        if late := draw(self.server.times.delivery, self._outputs, self._chance):
+            end += late
+        self._arrived = max(self._arrived, end)
+        return self._arrived
 
     def submit(self, request_id: str, token_ids: Sequence[int], planned: PlannedRequest, at: float) -> None:
         from engine.request import SamplingParams
@@ -329,6 +334,7 @@ class _Door:
 
         delivery = self.server.step()
         outputs, others = delivery.outputs, {}
+        self._outputs = len(outputs) + delivery.cruising
         for row, output in outputs.others.items():
             ended = self.server.finished.pop(output.request_id, None)
             others[row] = Answer(
@@ -341,7 +347,10 @@ class _Door:
         return Answers(outputs.request_ids, others, delivery.joined, delivery.left)
 
     def stream(self, before: float) -> list[float]:
-        return self.server.cruise(before)
+        ends = self.server.cruise(before)
+        if ends:
+            self._outputs = self.server.core.scheduler.num_running
+        return ends
 
     def abort(self, request_id: str) -> None:
         self.server.abort(request_id)
@@ -456,13 +465,13 @@ def measure_steps() -> tuple[list[StepSample], list[Records]]:
 
 def fit_steps(samples: Sequence[StepSample], runs: Sequence[Records]) -> StepTimes:
     """The step times that explain what was measured."""
-    from engine.step_times import fit_step_times, quantiles
+    from engine.step_times import fit_step_times, grouped
     from loadgen import calibration
 
     entry, entry_per_token = calibration.entry(runs)
     late = calibration.delivery(runs, [(sample.load.rows, sample.ended) for sample in samples])
     times = fit_step_times(samples, f"{len(samples)} steps of the bundled server on this machine")
-    return replace(times, entry=entry, entry_per_token=entry_per_token, delivery=quantiles(late))
+    return replace(times, entry=entry, entry_per_token=entry_per_token, delivery=grouped(late))
 
 
 def _device_bytes(simulation: Simulation) -> int:

@@ -16,7 +16,7 @@ from engine.request import Request, SamplingParams
 from engine.simulate import ModelSize, SimulatedRunner, VirtualClock
 from engine.step import Rows, StepPlan
 from engine.step_log import RecordingRunner
-from engine.step_times import StepLoad, StepSample, StepTimes, fit_step_times
+from engine.step_times import StepLoad, StepSample, StepTimes, draw, fit_step_times, grouped
 
 TRUE = StepTimes(
     host=2e-4,
@@ -107,20 +107,38 @@ def test_the_fit_keeps_by_how_much_steps_of_a_length_spread() -> None:
     ]
     times = fit_step_times(measured)
     seconds = [times.device_seconds(load) for load in (decode, prompt)]
-    short, long = (times.factors(second) for second in seconds)
+    (_, short), (_, long) = times.spread
     assert seconds[0] * short[0] == pytest.approx(0.009, rel=1e-2)
     assert seconds[0] * short[-1] == pytest.approx(0.012, rel=1e-2)
     assert [seconds[1] * factor for factor in long] == pytest.approx([0.3] * len(long), rel=1e-2)
 
 
-def test_a_step_takes_its_factors_from_those_that_are_as_long() -> None:
-    times = StepTimes(spread=((0.1, (0.5,)), (1.0, (1.0, 2.0))))
-    assert [times.factors(seconds) for seconds in (0.0, 0.1, 0.11, 7.0)] == [
-        (0.5,),
-        (0.5,),
-        *[(1.0, 2.0)] * 2,
+def test_values_are_drawn_from_the_group_that_something_belongs_to() -> None:
+    groups, chance = ((0.1, (0.5,)), (1.0, (1.0, 2.0))), random.Random(0)
+    assert [draw(groups, what, chance) for what in (0.0, 0.1)] == [0.5, 0.5]
+    assert {draw(groups, what, chance) for what in (0.11, 7.0) for _ in range(20)} == {1.0, 2.0}
+    assert draw((), 1.0, chance) is None
+
+
+def test_groups_are_narrow_unless_they_are_few() -> None:
+    seen = [(float(what), what / 10) for what in (1, 2, 4, 5) for _ in range(12)] + [(9.0, 0.9)]
+    groups = grouped(seen)
+    assert [bound for bound, _ in groups] == [1.0, 2.0, 9.0]
+    assert groups[0][1] == (0.1,) * 20
+    assert set(groups[2][1]) == {0.4, 0.5} or groups[2][1][-1] > 0.5
+
+
+def test_seven_rows_may_cost_more_than_eight() -> None:
+    """As kernels that work in tiles have it: each small number has its own time."""
+    seconds = {1: 8.0, 6: 13.0, 7: 14.0, 8: 12.0, 64: 50.0}
+    measured = [
+        StepSample(StepLoad(rows, rows, rows, 60 * rows, 60 * rows), second)
+        for rows, second in seconds.items()
+        for _ in range(6)
     ]
-    assert StepTimes().factors(1.0) == ()
+    times = fit_step_times(measured)
+    found = {rows: times.device_seconds(StepLoad(rows, rows, rows, 60 * rows, 60 * rows)) for rows in seconds}
+    assert found == pytest.approx(seconds, rel=0.01)
 
 
 def test_too_few_samples_are_refused() -> None:
@@ -141,7 +159,9 @@ def test_a_curve_is_a_straight_line_between_its_points_and_beyond() -> None:
 
 
 def test_json_there_and_back() -> None:
-    curved = replace(TRUE, curve=((1.0, 0.0), (64.0, 0.5)), spread=((0.5, (0.9, 1.1)),), entry=0.25)
+    curved = replace(
+        TRUE, curve=((1.0, 0.0), (64.0, 0.5)), spread=((0.5, (0.9, 1.1)),), delivery=((2.0, (0.1,)),)
+    )
     for times in (TRUE, curved):
         assert StepTimes.from_json(times.to_json()) == times
     for text, message in (
@@ -152,9 +172,9 @@ def test_json_there_and_back() -> None:
         ('{"host": Infinity}', "host must be a number"),
         ('{"curve": [[2, 1], [1, 2]]}', "curve must be pairs of tokens, ascending, and seconds"),
         ('{"curve": [[2]]}', "curve must be pairs of tokens, ascending, and seconds"),
-        ('{"spread": [[1, [1]], [1, [2]]]}', "spread must be pairs of seconds, ascending, and factors"),
-        ('{"spread": [[1, []]]}', "spread must be pairs of seconds, ascending, and factors"),
-        ('{"spread": [[1, ["a"]]]}', "spread must be pairs of seconds, ascending, and factors"),
+        ('{"spread": [[1, [1]], [1, [2]]]}', "spread must be pairs of a bound, ascending, and values"),
+        ('{"spread": [[1, []]]}', "spread must be pairs of a bound"),
+        ('{"delivery": [[1, ["a"]]]}', "delivery must be pairs of a bound"),
         ("{", "Expecting property name"),
     ):
         with pytest.raises(ValueError, match=message):

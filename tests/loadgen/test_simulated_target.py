@@ -119,7 +119,8 @@ def test_they_do_so_where_what_steps_take_was_measured(
 ) -> None:
     saved = tmp_path / "times.json"
     spread = [[0.012, [0.9, 1.0, 1.6]], [0.05, [0.95, 1.1]]]
-    times = {"launch": 0.01, "entry": 0.001, "spread": spread, "delivery": [0.0, 0.0, 0.003, 0.03]}
+    delivery = [[3, [0.0, 0.002]], [9, [0.0, 0.0, 0.003, 0.03]]]
+    times = {"launch": 0.01, "entry": 0.001, "spread": spread, "delivery": delivery}
     saved.write_text(json.dumps(times))
     schedule = preset("chat", max_model_len=8192).schedule(seed=3, num_requests=40, arrival=ClosedLoop(12))
 
