@@ -1,14 +1,17 @@
 """What the simulator says of the bundled engine, against what is measured on it: on configs it has not seen.
 
     python -m benchmarks.fidelity measure DIR [--quick]    # 12 minutes of a machine that does nothing else
-    python -m benchmarks.fidelity compare DIR
+    python -m benchmarks.fidelity compare DIR [--again DIR]
 
 ``measure`` learns the step times as ``simulated:bundled`` does, by the engine's step log under a load of its
-own. Then it serves every config and loads it over HTTP: twelve that were chosen (three servers, four loads)
-and a Sobol draw of 16 over the ranges of RANGES, a server each. One of the three servers is started and
-loaded at the beginning, in the middle and at the end: what it spreads by is what a measurement is worth here.
+own, and once more at the end, for what the machine has changed meanwhile. In between it serves every config
+and loads it over HTTP: twelve that were chosen (three servers, four loads) and a Sobol draw of 16 over
+RANGES, a server each. One of the three servers is started and loaded at the beginning, in the middle and at
+the end: what it spreads by is what a measurement is worth here.
+
 ``compare`` simulates the same schedules under the same flags. Nothing is fitted to what is compared. Errors
-are of TTFT and ITL P50 and P95, all requests of a run; rho is Spearman's over the configs.
+are of TTFT and ITL P50 and P95, all requests of a run; rho is Spearman's over the configs. The table is by
+the first calibration, the last lines by both. ``--again`` says how far another measurement is from this one.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +28,7 @@ from scipy.stats import spearmanr
 from scipy.stats.qmc import Sobol
 
 from engine.step_log import read_step_log, step_line
-from engine.step_times import StepTimes
+from engine.step_times import StepSample, StepTimes
 from loadgen.arrivals import Arrival, ClosedLoop, Poisson
 from loadgen.record import Records
 from loadgen.targets.server import ServerTarget
@@ -42,6 +45,7 @@ DRAWN = 16
 VOCAB = 49_152
 METRICS = ("ttft_p50", "ttft_p95", "itl_p50", "itl_p95")
 GOAL, SPREADS = 0.09, 1.5
+BEFORE, AFTER = "calibration", "calibration-after"
 
 
 @dataclass(frozen=True)
@@ -113,18 +117,27 @@ def servers(quick: bool) -> list[tuple[list[Config], int]]:
     return singles
 
 
-def learnt(folder: Path) -> StepTimes:
-    """From what ``measure`` saw of the load that teaches."""
-    samples = read_step_log((folder / "calibration.steps").read_text())
-    return fit_steps(samples, [Records.load(file) for file in folder.glob("calibration-*.json")])
+def calibrate(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    samples, runs = measure_steps()
+    (folder / "steps").write_text("".join(f"{step_line(sample)}\n" for sample in samples))
+    for number, run in enumerate(runs):
+        run.save(folder / f"{number:02}.json")
+
+
+def learnt(*folders: Path) -> StepTimes:
+    """From what ``calibrate`` saw."""
+    samples: list[StepSample] = []
+    runs: list[Records] = []
+    for folder in folders:
+        samples += read_step_log((folder / "steps").read_text())
+        runs += [Records.load(file) for file in sorted(folder.glob("*.json"))]
+    return fit_steps(samples, runs)
 
 
 def measure(folder: Path, quick: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    samples, runs = measure_steps()
-    (folder / "calibration.steps").write_text("".join(f"{step_line(sample)}\n" for sample in samples))
-    for number, run in enumerate(runs):
-        run.save(folder / f"calibration-{number}.json")
+    calibrate(folder / BEFORE)
     for configs, repeat in servers(quick):
         log = configs[0].file(folder, repeat).with_suffix(".steps")
         target = ServerTarget.bundled(env={"VTUNE_STEP_LOG": str(log)})
@@ -132,6 +145,7 @@ def measure(folder: Path, quick: bool) -> None:
             for config in configs:
                 opened.run(config.schedule).save(config.file(folder, repeat))
                 print(f"measured {config.file(folder, repeat)}", flush=True)
+    calibrate(folder / AFTER)
 
 
 def figures(records: Records) -> dict[str, float]:
@@ -139,58 +153,87 @@ def figures(records: Records) -> dict[str, float]:
     return {metric: whole.distribution(metric[:-4]).rank(int(metric[-2:]) / 100) * 1e3 for metric in METRICS}
 
 
-def predict(target: SimulatedTarget, config: Config) -> dict[str, float]:
-    with target.open(config.flags) as server:
-        return figures(server.run(config.schedule))
+def everybody() -> list[Config]:
+    return [*(config for server in (*SERVERS, REPEATED) for config in chosen(server)), *drawn()]
 
 
-def compare(folder: Path) -> bool:
-    """Print the table. True: the goal is met."""
-    times = folder / "times.json"
-    times.write_text(learnt(folder).to_json() + "\n")
-    target = SimulatedTarget(f"simulated:{times}", "bundled")
+def measured(folder: Path) -> dict[Config, list[dict[str, float]]]:
+    """The figures of each run of the configs that were measured."""
+    files = {config: [config.file(folder, repeat) for repeat in range(REPEATS)] for config in everybody()}
+    runs = {
+        config: [figures(Records.load(file)) for file in names if file.is_file()]
+        for config, names in files.items()
+    }
+    return {config: found for config, found in runs.items() if found}
+
+
+def medians(runs: dict[Config, list[dict[str, float]]]) -> dict[Config, dict[str, float]]:
+    return {
+        config: {metric: statistics.median(run[metric] for run in found) for metric in METRICS}
+        for config, found in runs.items()
+    }
+
+
+def predicted(times: StepTimes, configs: Iterable[Config]) -> dict[Config, dict[str, float]]:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(times.to_json())
+        file.flush()
+        target = SimulatedTarget(f"simulated:{file.name}", "bundled")
+    found = {}
+    for config in configs:
+        with target.open(config.flags) as server:
+            found[config] = figures(server.run(config.schedule))
+    return found
+
+
+def compare(folder: Path, again: Path | None) -> bool:
+    """Print the table, and who keeps to what. True: the goal is met by the first calibration."""
+    runs = measured(folder)
+    seen = medians(runs)
+    said = predicted(learnt(folder / BEFORE), runs)
     print(f"{'budget seqs load':24}" + "".join(f"{metric + ' ms':>26}" for metric in METRICS))
-    said: dict[str, list[float]] = {metric: [] for metric in METRICS}
-    seen: dict[str, list[float]] = {metric: [] for metric in METRICS}
-    spreads: dict[str, list[float]] = {metric: [] for metric in METRICS}
-    for config in (*(c for server in (*SERVERS, REPEATED) for c in chosen(server)), *drawn()):
-        files = [file for repeat in range(REPEATS) if (file := config.file(folder, repeat)).is_file()]
-        if not files:
-            continue
-        runs = [figures(Records.load(file)) for file in files]
-        predicted = predict(target, config)
-        cells = []
-        for metric in METRICS:
-            values = [run[metric] for run in runs]
-            measured = statistics.median(values)
-            said[metric].append(predicted[metric])
-            seen[metric].append(measured)
-            if len(values) > 1:
-                spreads[metric].append((max(values) - min(values)) / measured)
-            cells.append(f"{measured:8.1f} {predicted[metric]:8.1f} {predicted[metric] / measured - 1:+7.1%}")
-        print(
-            f"{config.budget:5} {config.seqs:4} {config.name:12}" + "".join(f"{cell:>26}" for cell in cells)
-        )
-    return verdict(said, seen, spreads)
+    for config in runs:
+        pairs = [(seen[config][metric], said[config][metric]) for metric in METRICS]
+        cells = "".join(f"{a:11.1f} {b:8.1f} {b / a - 1:+6.0%}" for a, b in pairs)
+        print(f"{config.budget:5} {config.seqs:4} {config.name:13}{cells}")
+    spreads = {metric: statistics.median([*_spreads(metric, runs.values())] or [0.0]) for metric in METRICS}
+    print(f"\n{'':36}" + "".join(f"{metric:>22}" for metric in METRICS))
+    print(f"{'allowed':36}" + "".join(f"{max(GOAL, SPREADS * spreads[m]):14.1%}    0.95" for m in METRICS))
+    met = _row("simulated", said, seen, spreads)
+    if (folder / AFTER).is_dir():
+        both = predicted(learnt(folder / BEFORE, folder / AFTER), runs)
+        _row("simulated, by both calibrations", both, seen, spreads)
+    if again:
+        _row("measured again", medians(measured(again)), seen, spreads)
+    print("(median error, rho)")
+    return met
 
 
-def verdict(
-    said: dict[str, list[float]], seen: dict[str, list[float]], spreads: dict[str, list[float]]
+def _spreads(metric: str, runs: Iterable[list[dict[str, float]]]) -> Iterator[float]:
+    """Of the repeats of each config that has some, relative to their median."""
+    for found in runs:
+        values = [run[metric] for run in found]
+        if len(values) > 1:
+            yield (max(values) - min(values)) / statistics.median(values)
+
+
+def _row(
+    name: str,
+    said: dict[Config, dict[str, float]],
+    seen: dict[Config, dict[str, float]],
+    spreads: dict[str, float],
 ) -> bool:
-    """The lines under the table."""
-    met = True
+    """Print the median errors of ``said``, and its ranks. True: they are allowed."""
+    met, cells, everything = True, "", []
+    shared = [config for config in seen if config in said]
     for metric in METRICS:
-        errors = [abs(a / b - 1) for a, b in zip(said[metric], seen[metric], strict=True)]
-        error, rho = statistics.median(errors), float(spearmanr(said[metric], seen[metric]).statistic)
-        spread = statistics.median(spreads[metric]) if spreads[metric] else 0.0
-        allowed = max(GOAL, SPREADS * spread)
-        met &= error <= allowed and rho >= 0.95
-        print(
-            f"{metric}: median error {error:.1%} (goal {allowed:.1%}, repeats spread by {spread:.1%}), "
-            f"worst {max(errors):.1%}, rho {rho:.3f}"
-        )
-    everything = [abs(a / b - 1) for m in METRICS for a, b in zip(said[m], seen[m], strict=True)]
-    print(f"all: median error {statistics.median(everything):.1%} over {len(everything)} figures")
+        pairs = [(said[config][metric], seen[config][metric]) for config in shared]
+        errors = [abs(a / b - 1) for a, b in pairs]
+        error, rho = statistics.median(errors), float(spearmanr(*zip(*pairs, strict=True)).statistic)
+        met &= error <= max(GOAL, SPREADS * spreads[metric]) and rho >= 0.95
+        cells += f"{error:14.1%}  {rho:6.3f}"
+        everything += errors
+    print(f"{name:36}{cells}   all {statistics.median(everything):.1%} of {len(everything)}")
     return met
 
 
@@ -201,11 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("act", choices=("measure", "compare"))
     parser.add_argument("folder", type=Path, nargs="?", help="where runs are kept [a temporary one]")
     parser.add_argument("--quick", action="store_true", help="one server, once")
+    parser.add_argument("--again", type=Path, metavar="DIR", help="another measurement of the same")
     options = parser.parse_args(arguments)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="fidelity-"))
     if options.act == "measure":
         measure(folder, options.quick)
-    raise SystemExit(0 if compare(folder) else 1)
+    raise SystemExit(0 if compare(folder, options.again) else 1)
 
 
 if __name__ == "__main__":

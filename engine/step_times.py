@@ -172,20 +172,13 @@ class StepTimes:
         if unknown := sorted(set(given) - known):
             raise ValueError(f"unknown coefficient {unknown[0]!r}; known are {', '.join(sorted(known))}")
         curve = given.pop("curve", [])
-        groups = {name: given.pop(name, []) for name in ("spread", "delivery")}
+        groups = {name: _groups(name, given.pop(name, [])) for name in ("spread", "delivery")}
         for name, value in given.items():
             if name != "source" and not _is_amount(value):
                 raise ValueError(f"{name} must be a number, 0 or more, is {value!r:.40}")
         if not _is_curve(curve):
             raise ValueError(f"curve must be pairs of tokens, ascending, and seconds, is {curve!r:.40}")
-        for name, value in groups.items():
-            if not _are_groups(value):
-                raise ValueError(f"{name} must be pairs of a bound, ascending, and values, is {value!r:.40}")
-        return cls(
-            **given,
-            curve=tuple((tokens, seconds) for tokens, seconds in curve),
-            **{name: tuple((bound, tuple(values)) for bound, values in groups[name]) for name in groups},
-        )
+        return cls(**given, **groups, curve=tuple((tokens, seconds) for tokens, seconds in curve))
 
 
 def _is_amount(value: Any) -> bool:
@@ -196,11 +189,13 @@ def _is_curve(value: Any) -> bool:
     return _are_pairs(value) and all(map(_is_amount, chain.from_iterable(value))) and _ascends(value)
 
 
-def _are_groups(value: Any) -> bool:
-    if not _are_pairs(value) or not all(isinstance(values, list) and values for _, values in value):
-        return False
-    amounts = chain.from_iterable([bound, *values] for bound, values in value)
-    return all(map(_is_amount, amounts)) and _ascends(value)
+def _groups(name: str, value: Any) -> Any:
+    """Raises ValueError for what are no Groups."""
+    if _are_pairs(value) and all(isinstance(values, list) and values for _, values in value):
+        amounts = chain.from_iterable([bound, *values] for bound, values in value)
+        if all(map(_is_amount, amounts)) and _ascends(value):
+            return tuple((bound, tuple(values)) for bound, values in value)
+    raise ValueError(f"{name} must be pairs of a bound, ascending, and values, is {value!r:.40}")
 
 
 def _are_pairs(value: Any) -> bool:
