@@ -309,11 +309,12 @@ class _Door:
         return self.server.times.entry_seconds(prompt_tokens)
 
     def arrival(self, end: float) -> float:
+        if not (delivery := self.server.times.delivery):
+            return end
         from engine.step_times import draw
 
-        if late := draw(self.server.times.delivery, self._outputs, self._chance):
-            end += late
-        self._arrived = max(self._arrived, end)
+        late = draw(delivery, self._outputs, self._chance) or 0.0
+        self._arrived = max(self._arrived, end + late)
         return self._arrived
 
     def submit(self, request_id: str, token_ids: Sequence[int], planned: PlannedRequest, at: float) -> None:
