@@ -139,9 +139,7 @@ def measure(folder: Path, quick: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     calibrate(folder / BEFORE)
     for configs, repeat in servers(quick):
-        log = configs[0].file(folder, repeat).with_suffix(".steps")
-        target = ServerTarget.bundled(env={"VTUNE_STEP_LOG": str(log)})
-        with target.open(configs[0].flags) as opened:
+        with ServerTarget.bundled().open(configs[0].flags) as opened:
             for config in configs:
                 opened.run(config.schedule).save(config.file(folder, repeat))
                 print(f"measured {config.file(folder, repeat)}", flush=True)

@@ -8,7 +8,9 @@ metrics each second, client, records, verdict. ``--sched-sim`` names the interpr
 of the same model with the same token budget. What each models is printed below the table.
 
 The trace with prefix caching is short: once its blocks have all been used, sched-sim takes minutes for what
-took it seconds. Seconds are of processor time (both are one thread), the least of the rounds; ``wall`` stands beside them.
+took it seconds.
+
+Seconds are of processor time (both are one thread), the least of the rounds; ``wall`` stands beside them.
 """
 
 from __future__ import annotations

@@ -48,11 +48,15 @@ class Wave:
 
 
 WARM_UP = Wave(4, 8, 8, [(64, 0.0, 1)])
-WAVES = (
-    Wave(1, 4, 32, [(40, 0.0, 1)]),
-    Wave(2, 6, 32, [(60, 0.0, 1)]),
-    Wave(4, 10, 32, [(80, 0.0, 1)]),
+FEW = (
+    Wave(1, 3, 32, [(40, 0.0, 1)]),
+    Wave(2, 4, 32, [(60, 0.0, 1)]),
+    Wave(4, 8, 32, [(80, 0.0, 1)]),
     Wave(8, 16, 32, [(100, 0.0, 1)]),
+)
+"""At the beginning and at the end, as a second of a shared machine may be unlike the next."""
+WAVES = (
+    *FEW,
     Wave(12, 24, 24, [(150, 0.0, 1)]),
     Wave(16, 24, 24, [(60, 0.0, 1)]),
     Wave(32, 48, 24, [(40, 0.0, 1)]),
@@ -61,6 +65,7 @@ WAVES = (
     Wave(1, 8, 3, [(128, 0.0, 1), (350, 0.0, 1), (700, 0.0, 1), (1500, 0.0, 1)]),
     Wave(6, 9, 24, [(600, 0.0, 1)]),
     Wave(10, 30, 24, [(32, 0.5, 3), (900, 0.3, 1)]),
+    *FEW,
 )
 """Decodes of few and many, and of every number as answers end one by one; short and long prompts, apart and
 mixed: some 40 s on the bundled model."""
