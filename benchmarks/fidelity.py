@@ -9,9 +9,10 @@ and loads it over HTTP: twelve that were chosen (three servers, four loads) and 
 RANGES, a server each. One of the three servers is started and loaded at the beginning, in the middle and at
 the end: what it spreads by is what a measurement is worth here.
 
-``compare`` simulates the same schedules under the same flags. Nothing is fitted to what is compared. Errors
-are of TTFT and ITL P50 and P95, all requests of a run; rho is Spearman's over the configs. The table is by
-the first calibration, the last lines by both. ``--again`` says how far another measurement is from this one.
+``compare`` simulates the same schedules under the same flags, five times, and takes medians. Nothing is fitted
+to what is compared. Errors are of TTFT and ITL P50 and P95, all requests of a run; rho is Spearman's over the
+configs. The table is by the first calibration, the last lines by both. ``--again`` says how far another
+measurement is from this one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import statistics
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +47,8 @@ DRAWN = 16
 VOCAB = 49_152
 METRICS = ("ttft_p50", "ttft_p95", "itl_p50", "itl_p95")
 GOAL, SPREADS = 0.09, 1.5
+SEEDS = 5
+"""Simulated runs of a config, of which the median is taken."""
 BEFORE, AFTER = "calibration", "calibration-after"
 
 
@@ -176,12 +180,12 @@ def predicted(times: StepTimes, configs: Iterable[Config]) -> dict[Config, dict[
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(times.to_json())
         file.flush()
-        target = SimulatedTarget(f"simulated:{file.name}", "bundled")
-    found = {}
-    for config in configs:
+        targets = [SimulatedTarget(f"simulated:{file.name}", "bundled", seed=seed) for seed in range(SEEDS)]
+    runs: dict[Config, list[dict[str, float]]] = {config: [] for config in configs}
+    for config, target in product(runs, targets):
         with target.open(config.flags) as server:
-            found[config] = figures(server.run(config.schedule))
-    return found
+            runs[config].append(figures(server.run(config.schedule)))
+    return medians(runs)
 
 
 def compare(folder: Path, again: Path | None) -> bool:

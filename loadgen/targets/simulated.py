@@ -152,7 +152,8 @@ class SimulatedTarget(Target):
     by step times that were saved, ``simulated:bundled`` by those of this machine.
 
     ``model`` is a config.json, a checkpoint or "bundled". With ``replicas`` a config is a fleet. Runs are the
-    same whenever and wherever they are run. Raises ValueError for a target or a model that cannot be read.
+    same whenever and wherever they are run; ``seed`` is of what they draw, where step times were measured or
+    drafts are accepted by chance. Raises ValueError for a target or a model that cannot be read.
     """
 
     def __init__(
@@ -164,8 +165,10 @@ class SimulatedTarget(Target):
         routing: Policy = "least-loaded",
         acceptance: float | None = None,
         calibrating: Callable[[str], None] | None = None,
+        seed: int = 0,
     ) -> None:
         self.name = name
+        self._numbers = range(seed * replicas, (seed + 1) * replicas)
         self.replicas, self.routing = replicas, routing
         self._acceptance, self._model_name = acceptance, model
         self._seconds = 0.0
@@ -213,10 +216,12 @@ class SimulatedTarget(Target):
                 f"{room / 1e9:.1f} GB",
             )
         try:
-            servers = [SimulatedServer(simulation, self.served_name, n) for n in range(self.replicas)]
+            servers = [SimulatedServer(simulation, self.served_name, n) for n in self._numbers]
         except ValueError as error:
             raise StartFailed("kv_cache_too_small", str(error)) from None
-        yield OpenSimulation(self, simulation, [_Door(server, n) for n, server in enumerate(servers)])
+        yield OpenSimulation(
+            self, simulation, [_Door(*pair) for pair in zip(servers, self._numbers, strict=True)]
+        )
 
     def launch_command(self, config: Mapping[str, Any]) -> str:
         program = "vtune" if self._model_name == HERE else "vllm"

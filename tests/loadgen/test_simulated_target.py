@@ -124,11 +124,13 @@ def test_they_do_so_where_what_steps_take_was_measured(
     saved.write_text(json.dumps(times))
     schedule = preset("chat", max_model_len=8192).schedule(seed=3, num_requests=40, arrival=ClosedLoop(12))
 
-    def measured() -> Records:
-        with SimulatedTarget(f"simulated:{saved}", model).open({"device_memory": 40 << 30}) as server:
+    def measured(seed: int = 0) -> Records:
+        target = SimulatedTarget(f"simulated:{saved}", model, seed=seed)
+        with target.open({"device_memory": 40 << 30}) as server:
             return server.run(schedule)
 
     together = measured()
+    assert together != measured(seed=1)
     monkeypatch.setattr(engine.virtual, "_make_scheduler", make_scheduler)
     assert together == measured()
     gaps = {round((b - a) / 1e6) for request in together.requests for a, b in pairwise(request.chunk_at)}
