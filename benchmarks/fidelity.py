@@ -9,10 +9,10 @@ and loads it over HTTP: twelve that were chosen (three servers, four loads) and 
 RANGES, a server each. One of the three servers is started and loaded at the beginning, in the middle and at
 the end: what it spreads by is what a measurement is worth here.
 
-``compare`` simulates the same schedules under the same flags, five times, and takes medians. Nothing is fitted
-to what is compared. Errors are of TTFT and ITL P50 and P95, all requests of a run; rho is Spearman's over the
-configs. The table is by the first calibration, the last lines by both. ``--again`` says how far another
-measurement is from this one.
+``compare`` simulates the same schedules under the same flags, five times, and takes medians. Nothing is
+fitted to what is compared. Errors are of TTFT and ITL P50 and P95, all requests of a run; rho is Spearman's
+over the configs. The table is by the first calibration, the last lines by both. ``--again`` says how far
+another measurement is from this one.
 """
 
 from __future__ import annotations

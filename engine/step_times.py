@@ -23,7 +23,7 @@ KNOTS = (64, 128, 256, 512, 1024, 2048)
 """Beyond, the numbers between which the fitted time of the linear layers is a straight line that rises."""
 TRIMMED = 0.05
 """Share of the samples that the fit drops as noise of a shared machine."""
-GROUP, WIDTH, QUANTILES = 12, 1.5, 20
+GROUP, WIDTH, QUANTILES = 20, 1.5, 20
 """Of Groups that are measured: samples in one, at least; ratio of its bound to where it begins, unless it has
 fewer; values that stand for it."""
 

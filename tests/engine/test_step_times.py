@@ -16,7 +16,7 @@ from engine.request import Request, SamplingParams
 from engine.simulate import ModelSize, SimulatedRunner, VirtualClock
 from engine.step import Rows, StepPlan
 from engine.step_log import RecordingRunner
-from engine.step_times import StepLoad, StepSample, StepTimes, draw, fit_step_times, grouped
+from engine.step_times import GROUP, StepLoad, StepSample, StepTimes, draw, fit_step_times, grouped
 
 TRUE = StepTimes(
     host=2e-4,
@@ -121,7 +121,7 @@ def test_values_are_drawn_from_the_group_that_something_belongs_to() -> None:
 
 
 def test_groups_are_narrow_unless_they_are_few() -> None:
-    seen = [(float(what), what / 10) for what in (1, 2, 4, 5) for _ in range(12)] + [(9.0, 0.9)]
+    seen = [(float(what), what / 10) for what in (1, 2, 4, 5) for _ in range(GROUP)] + [(9.0, 0.9)]
     groups = grouped(seen)
     assert [bound for bound, _ in groups] == [1.0, 2.0, 9.0]
     assert groups[0][1] == (0.1,) * 20
