@@ -66,7 +66,8 @@ def calibrate(
     samples = recording.samples
     moved = _block_seconds(core, runner, clock)
     times = fit_step_times(samples, source=f"{len(samples)} steps of {config.served_name} on this machine")
-    return replace(times, per_moved_block=moved), samples
+    # Schedulers are compared by these: what sets them apart is not to be drawn.
+    return replace(times, per_moved_block=moved, spread=()), samples
 
 
 def _block_seconds(core: EngineCore, runner: Runner, clock: Callable[[], float]) -> float:
