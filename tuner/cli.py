@@ -158,7 +158,7 @@ def optimize(
 
     Measures your config, plans the budget, searches, confirms the best config against yours, and writes a
     report. Ctrl-C stops cleanly; --study NAME goes on. Exit: 0 done, also when nothing beats your config; 1
-    no config holds the SLO; 2 usage; 130 interrupted.
+    no config holds the SLO, or with --baseline: the optimum moved; 2 usage; 130 interrupted.
 
     Examples:
 

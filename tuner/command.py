@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import shlex
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -26,10 +27,11 @@ from tuner.display import make_observer
 from tuner.interrupts import Interrupts
 from tuner.job import DEFAULT_BUDGET, DEFAULT_SIMULATED_BUDGET, Job, JobError
 from tuner.optimize import Optimizer
+from tuner.options import Replay
 from tuner.output import OutputError, locked
 from tuner.regression import PreviousError, Recommendation, read_previous
 from tuner.report.reproduce import vary_words
-from tuner.runs.replay import digest, read_replay
+from tuner.runs.replay import ReplayLoad, digest, read_replay
 from tuner.search.from_doctor import FindingsError, read_findings
 from tuner.search.prior import PriorError, make_simulator
 from tuner.search.strategies import AUTO, STRATEGIES
@@ -198,6 +200,10 @@ def _run_workers(options: Options, count: int, name: str, job: Job, console: Con
     if verdict is None or max(statuses) > 1:
         show(f"error: the workers ended with {', '.join(map(str, statuses))}; their logs are in {out}")
         return max(statuses)
+    try:
+        verdict = verdict.brought_to(out)
+    except OSError as error:
+        show(f"the report stays where it is: {error}")
     verdict.show(console, options.as_json)
     return verdict.exit_code
 
@@ -301,10 +307,13 @@ def _check_replay(options: Options, slo: Slo) -> None:
             raise UsageError(f"--{name} and --replay: the trace says what is sent and when. Give {instead}.")
     if slo.saturated:
         raise UsageError(
-            f"--slo {slo.text} is measured at saturation, and a replay keeps the recorded rate: give bounds, "
-            "e.g. 'itl_p99<80ms,ttft_p95<500ms', or a preset such as itl."
+            f"--slo {slo.text} is measured at saturation, and a replay (of {options.replay['replay']}) keeps "
+            "the recorded rate: give bounds, e.g. 'itl_p99<80ms,ttft_p95<500ms', or a preset such as itl."
         )
-    read_replay(options.replay)
+    replay, trace = Replay.from_json(options.replay), read_replay(options.replay)
+    seconds = options.run_seconds or Job.run_seconds
+    load = ReplayLoad.of(replay, trace, options.seed or 0, seconds, max_model_len=sys.maxsize)
+    _ = load.windows  # or a TraceError now, and not once a server is up; what its context allows comes later
 
 
 def _default_budget(target: str) -> float:

@@ -18,6 +18,8 @@ Kind = Literal["better", "baseline", "infeasible", "failed", "interrupted", "mea
 SLO. failed: no server served. interrupted: by the user; what was measured so far stands. measured: a server
 that runs was measured and diagnosed as it is."""
 
+ESTIMATE = "ESTIMATE: "
+"""Before every sentence about what was simulated."""
 LABELS = {"itl": "ITL", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "inter_chunk": "inter-chunk latency"}
 
 
@@ -100,12 +102,13 @@ def without_confirmation(
     """The outcome where no other config is worth a confirmation."""
     launched = [r for r in results if r.launched]
     if baseline.feasible:
-        tried = len(launched) - 1
+        tried = {0: "no other config was tried", 1: "the other config measured no better within the SLO"}.get(
+            len(launched) - 1, f"none of {len(launched) - 1} other configs measured better within the SLO"
+        )
         value = format_value(slo.objective.metric, baseline.value(slo.objective))
         return Outcome(
             "baseline",
-            f"Nothing beats your config: {label(slo.objective.name)} {value}, and none of {tried} other "
-            "configs measured better within the SLO",
+            f"Nothing beats your config: {label(slo.objective.name)} {value}, and {tried}",
             ended,
         )
     served = [r for r in launched if r.status != "failed"]

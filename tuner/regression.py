@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 import optuna
 
 from loadgen.slo import format_value
-from tuner.outcome import Outcome, label
+from tuner.outcome import ESTIMATE, Outcome, label
 from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
 from tuner.slo import Slo
-from tuner.workers.storage import open_storage
+from tuner.workers.storage import StorageError, open_storage, sqlite_file
 
 SHOWN = ("itl_p99", "ttft_p95", "throughput")
 """Compared with what was measured then, beside the objective."""
@@ -43,6 +43,11 @@ class Recommendation:
     """Of these flags, on fresh runs where there were any."""
     load: str
     job: Mapping[str, Any]
+
+    @property
+    def slo(self) -> str:
+        """What the study was for, as ``--slo`` gave it."""
+        return str(self.job["slo"])
 
     def to_json(self) -> dict[str, Any]:
         return dict(without_nan(asdict(self)))
@@ -74,7 +79,7 @@ def recommendation(
 
 
 def read_previous(where: str, runs: Path) -> Recommendation:
-    """The recommendation of an earlier study. Raises PreviousError, StorageError.
+    """The recommendation of an earlier study. Raises PreviousError.
 
     ``where``: an output directory or its report.json, the name of a study under ``runs``, or
     ``STORAGE-URL#STUDY``.
@@ -88,7 +93,13 @@ def read_previous(where: str, runs: Path) -> Recommendation:
 
 
 def _from_storage(where: str, url: str, name: str) -> Mapping[str, Any]:
-    storage = open_storage(url)
+    file = sqlite_file(url)
+    if file is not None and not file.exists():  # it would be made
+        raise PreviousError(f"--baseline {where}: there is no file {file}")
+    try:
+        storage = open_storage(url)
+    except StorageError as error:
+        raise PreviousError(str(error).replace("--storage", "--baseline", 1)) from None
     try:
         attributes = optuna.load_study(study_name=name, storage=storage).user_attrs
     except KeyError:
@@ -117,7 +128,9 @@ def _from_report(where: str, runs: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise PreviousError(f"--baseline {file}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise PreviousError(f"--baseline {file}: no JSON ({error})") from None
+        raise PreviousError(
+            f"--baseline {file}: no JSON ({error}). Give the study's directory, or the report.json in it"
+        ) from None
     if not isinstance(report, dict) or not report.get(KEY):
         said = report.get("sentence") if isinstance(report, dict) else None
         raise PreviousError(f"--baseline {file}: recommends nothing" + (f" ({said})" if said else ""))
@@ -156,11 +169,14 @@ def compare_with(
     """The verdict on ``previous``, whose flags are the study's baseline; None for an interrupted study."""
     if outcome.kind == "interrupted":
         return None
-    confirmation = outcome.confirmation
+    confirmation, estimate = outcome.confirmation, ESTIMATE * outcome.sentence.startswith(ESTIMATE)
+    outcome = replace(outcome, sentence=outcome.sentence.removeprefix(ESTIMATE))
     today = confirmation.baseline if confirmation else baseline.measurement
     missed = _missed(slo, today) if today else (baseline.reason or "it does not serve",)
     better = outcome.kind == "better"
-    who = f"The optimum of {previous.study}"
+    who = f"{estimate}The optimum of {previous.study}"
+    if previous.slo != slo.text:
+        who += f", which was for the SLO {previous.slo},"
     if missed:
         sentence = f"{who} moved: its flags miss the SLO today ({'; '.join(missed)}). {_instead(outcome)}"
     elif better:
@@ -195,6 +211,8 @@ def _figures(
     previous: Recommendation, today: Measurement | None, slo: Slo
 ) -> tuple[tuple[str, Reading, Reading], ...]:
     names = dict.fromkeys((slo.objective.name, *SHOWN))
+    if previous.slo != slo.text:  # what counts as good was another thing then
+        names.pop("goodput", None)
     now = today.readings if today else {}
     return tuple(
         (name, previous.figures[name], now[name])

@@ -13,10 +13,11 @@ from typing import Any, Self
 import optuna
 from rich.console import Console
 
+from loadgen.record import write_atomically
 from loadgen.target import Target
 from tuner.loads import Advice, compare_loads
 from tuner.optimize import Optimizer
-from tuner.outcome import Outcome
+from tuner.outcome import ESTIMATE, Outcome
 from tuner.regression import KEY
 from tuner.report.facts import report_facts
 from tuner.report.report import write_report
@@ -48,6 +49,18 @@ class Verdict:
         where = f" on {self.host}" if self.host not in ("", platform.node()) else ""
         for file in self.files:
             console.print(f"report{where}: {file}", markup=False, highlight=False, soft_wrap=True)
+
+    def brought_to(self, place: Path) -> Self:
+        """With its report copied to ``place`` too; as it is where that lies on another machine.
+
+        Raises OSError.
+        """
+        lying = [Path(file) for file in self.files]
+        if self.host not in ("", platform.node()) or not all(file.is_file() for file in lying):
+            return self
+        for file in lying:
+            write_atomically(place / file.name, [file.read_text(encoding="utf-8")])
+        return replace(self, files=tuple(str(place / file.name) for file in lying))
 
     def save(self, record: optuna.Study) -> None:
         record.set_user_attr(ATTRIBUTE, asdict(self))
@@ -89,7 +102,7 @@ def conclude(
 ) -> Verdict:
     """The verdict on ``outcome``, with its report written once there is something to report."""
     if target.estimate:
-        outcome = replace(outcome, sentence=f"ESTIMATE: {outcome.sentence}")
+        outcome = replace(outcome, sentence=f"{ESTIMATE}{outcome.sentence}")
     if not optimizer.begun:
         lines, report = (outcome.sentence,), _report_text([], outcome)
         return Verdict(outcome.exit_code, lines, report, files=(), launched=0)

@@ -1,24 +1,15 @@
 """``vtune optimize`` as a process against a fake server: signals, resuming, and what is left running."""
 
 import json
-import shlex
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
-import optuna
-import psutil
 import pytest
+import vtune_process
+from vtune_process import PATIENCE_SECONDS, VTUNE, assert_no_server_is_left, target, wait_for
 
-FAKE = Path(__file__).parents[1] / "fake_server.py"
-VTUNE = [sys.executable, "-c", "from vtune_cli import app; app()"]
-
-
-def target(*arguments):
-    words = [sys.executable, "-S", str(FAKE), "fake", *arguments]
-    return f"{shlex.join(words)} {{flags}} --port {{port}}"
+pytestmark = pytest.mark.timeout(600)
 
 
 def command(*arguments, fake=(), trials=2):
@@ -37,7 +28,11 @@ def command(*arguments, fake=(), trials=2):
 def run(tmp_path):
     def run_(*arguments, **kwargs):
         return subprocess.run(
-            command(*arguments, **kwargs), cwd=tmp_path, capture_output=True, text=True, timeout=120
+            command(*arguments, **kwargs),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
         )
 
     return run_
@@ -62,45 +57,16 @@ def start(tmp_path):
         process.communicate()
 
 
-def wait_for(tmp_path, text, times=1, seconds=30.0):
-    deadline = time.monotonic() + seconds
-    while (tmp_path / "stderr").read_text().count(text) < times:
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{text!r} was not seen in:\n{(tmp_path / 'stderr').read_text()}")
-        time.sleep(0.02)
-
-
-def servers(tmp_path):
-    """Fake servers of this test that run: their log directory is below tmp_path."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if str(FAKE) in process.cmdline() and process.cwd() == str(tmp_path):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def assert_no_server_is_left(tmp_path, seconds=20.0):
-    deadline = time.monotonic() + seconds
-    while servers(tmp_path):
-        assert time.monotonic() < deadline, f"left running: {servers(tmp_path)}"
-        time.sleep(0.05)
+def url_of(tmp_path):
+    return f"sqlite:///{tmp_path / 'out' / 'study.db'}"
 
 
 def trials(tmp_path):
-    storage = optuna.storages.RDBStorage(f"sqlite:///{tmp_path / 'out' / 'study.db'}")
-    try:
-        return optuna.load_study(study_name="s", storage=storage).trials
-    finally:
-        storage.remove_session()
-        storage.engine.dispose()
+    return vtune_process.trials(url_of(tmp_path))
 
 
 def launched(tmp_path):
-    results = [t.user_attrs["result"] for t in trials(tmp_path) if "result" in t.user_attrs]
-    return [r for r in results if r["status"] in ("measured", "stopped", "failed")]
+    return vtune_process.launched(url_of(tmp_path))
 
 
 def test_a_whole_study_with_a_region_that_runs_out_of_memory(run, tmp_path):
@@ -126,7 +92,7 @@ def test_a_whole_study_with_a_region_that_runs_out_of_memory(run, tmp_path):
 
 def test_kill_9_loses_one_trial_and_one_process_goes_on(start, run, tmp_path):
     process = start(trials=2)
-    wait_for(tmp_path, "load 1 of 2", times=3)
+    wait_for(tmp_path / "stderr", "load 1 of 2", times=3)
     process.send_signal(signal.SIGSTOP)  # or it is done by the time that a busy machine has started another
     second = run("resume")
     assert second.returncode == 2
@@ -151,9 +117,9 @@ def test_kill_9_loses_one_trial_and_one_process_goes_on(start, run, tmp_path):
 
 def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start, run, tmp_path):
     process = start()
-    wait_for(tmp_path, "load 1 of 2", times=2)
+    wait_for(tmp_path / "stderr", "load 1 of 2", times=2)
     process.send_signal(signal.SIGINT)
-    stdout, _ = process.communicate(timeout=30)
+    stdout, _ = process.communicate(timeout=PATIENCE_SECONDS)
     stderr = (tmp_path / "stderr").read_text()
     assert process.returncode == 130
     assert stdout.startswith("Interrupted; best so far")
@@ -171,9 +137,9 @@ def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start, run, tmp_path):
 
 def test_ctrl_c_while_a_server_starts(start, tmp_path):
     process = start(fake=("--start-delay", "60"))
-    wait_for(tmp_path, "starting the server")
+    wait_for(tmp_path / "stderr", "starting the server")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130
     assert "Traceback" not in (tmp_path / "stderr").read_text()
     assert_no_server_is_left(tmp_path)
@@ -181,11 +147,11 @@ def test_ctrl_c_while_a_server_starts(start, tmp_path):
 
 def test_a_second_ctrl_c_is_harder_and_leaves_no_server(start, tmp_path):
     process = start(fake=("--fault", "ignore-term"))
-    wait_for(tmp_path, "load 1 of 2")
+    wait_for(tmp_path / "stderr", "load 1 of 2")
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 130
     assert "Traceback" not in (tmp_path / "stderr").read_text()
     assert_no_server_is_left(tmp_path)

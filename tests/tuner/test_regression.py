@@ -150,11 +150,22 @@ def test_a_storage_and_a_study(recommended: Recommendation, tmp_path: Path) -> N
         read_previous(f"{url}#june", tmp_path)
 
 
+def test_to_ask_for_a_database_that_is_not_there_makes_none(tmp_path: Path) -> None:
+    with pytest.raises(PreviousError, match=r"there is no file .*none\.db"):
+        read_previous(f"sqlite:///{tmp_path}/none.db#may", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_database_that_does_not_answer_is_named_by_its_option(tmp_path: Path) -> None:
+    with pytest.raises(PreviousError, match=r"^--baseline nonsense://x: cannot be opened"):
+        read_previous("nonsense://x#may", tmp_path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         (None, "no such file, directory or study"),
-        ("{", "no JSON"),
+        ("{", r"no JSON .*Give the study's directory, or the report\.json in it"),
         ("[]", "recommends nothing"),
         ('{"sentence": "No feasible config", "recommendation": null}', r"recommends nothing \(No feasible"),
         ('{"recommendation": {"flags": {}}}', "made by another version"),
@@ -197,6 +208,12 @@ def test_a_study_after_a_study(tmp_path: Path) -> None:
     )
     assert result.exit_code == 1, result.output
     report = json.loads((second / "report.json").read_text())
+    sentence = report["regression"]["sentence"]
+    assert sentence.startswith("ESTIMATE: The optimum of optimize-")
+    assert "which was for the SLO itl_p99<35ms, moved: its flags miss the SLO today" in sentence
+    assert sentence.count("ESTIMATE") == 1
+    assert "goodput" not in {row["metric"] for row in report["regression"]["figures"]}, "of other bounds"
+    assert "for the SLO `itl_p99<35ms`, measured under" in (second / "report.md").read_text()
     assert report["regression"]["moved"] is True
     old = json.loads((first / "report.json").read_text())[KEY]["flags"]
     assert report["regression"]["previous"]["flags"] == old
@@ -204,7 +221,9 @@ def test_a_study_after_a_study(tmp_path: Path) -> None:
     assert words[words.index("--baseline") + 1] == str(first)
     assert words[words.index("--target") + 1] == "simulated:h100"
     assert words[words.index("--rate") + 1] == "40.0"
-    assert "--flags" not in words or "--max-num-batched-tokens" in words[words.index("--flags") + 1]
+    again = optimize(*words[2:], "--out", str(tmp_path / "again"))
+    assert again.exit_code == 1, again.output
+    assert json.loads((tmp_path / "again" / "report.json").read_text())["regression"]["moved"] is True
 
 
 def test_flags_and_an_earlier_study_are_two_baselines(before: Facts) -> None:

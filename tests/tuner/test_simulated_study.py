@@ -55,6 +55,10 @@ def test_a_study_finds_the_smaller_budget_and_says_that_it_is_an_estimate(
     assert printed.startswith("ESTIMATE: ")
     assert "launch with: vllm serve" in printed
     assert "--max-num-seqs 1024" in report["rollback"]["target"], "the device's default is named"
+    for form in ("vllm", "docker", "bundled"):
+        assert f" {Path(model).parent} " in report["launch"][form], (
+            "a server takes no config.json for a model"
+        )
 
 
 def test_a_study_is_the_same_each_time_and_its_seconds_are_simulated(model: str, tmp_path: Path) -> None:

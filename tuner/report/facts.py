@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from loadgen.target import Target
+from loadgen.targets.simulated import SimulatedTarget
 from tuner.loads import Advice
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
@@ -26,6 +27,7 @@ def report_facts(
     """For a study whose baseline was begun."""
     job, study, survey = optimizer.job, optimizer.study, optimizer.survey
     baseline = study.baseline
+    model = target.served_name if isinstance(target, SimulatedTarget) else job.model
     flags = job.flags if outcome.best is None else optimizer.flags(outcome.best.config)
     load = optimizer.load.description if survey.rate or survey.concurrency else "none: no server came up"
     seconds = optimizer.clock.spent  # before what the report itself simulates
@@ -43,8 +45,8 @@ def report_facts(
         outcome=outcome,
         results=study.results,
         importances=study.importances(),
-        baseline_launch=launch(target.launch_command(job.flags), job.model, job.flags),
-        best_launch=launch(target.launch_command(flags), job.model, flags) if outcome.best else None,
+        baseline_launch=launch(target.launch_command(job.flags), model, job.flags),
+        best_launch=launch(target.launch_command(flags), model, flags) if outcome.best else None,
         load=load,
         survey=survey.describe() if survey.capacity else "the load was given",
         plan=optimizer.plan.describe() if optimizer.plan else "",

@@ -29,6 +29,8 @@ def command_of(job: Job, rate: float | None = None, concurrency: int | None = No
     asked = {name: value for name, value in asked.items() if name not in _IN_FLAGS} | {"flags": _flags(job)}
     if not job.replay and job.rate is None and job.concurrency is None:
         asked |= {"rate": None if rate is None else float(f"{rate:.4g}"), "concurrency": concurrency}
+    if job.baseline:  # which says the flags
+        asked["flags"] = ""
     usual = {**{field.name: getattr(Job(), field.name) for field in fields(Job)}, "flags": ""}
     for name, value in asked.items():
         if name in _ALWAYS or value != usual[name]:

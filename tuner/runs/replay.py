@@ -88,10 +88,12 @@ class ReplayLoad:
             if len(tokens) >= MIN_REQUESTS and k < self._count
         )
         if len(found) < 2:
+            short = self.trace.duration < 2 * self.seconds
+            longer = "a longer trace or --trace-window" if short else "a longer --run-time"
             raise TraceError(
                 f"{self.trace.name}: {len(found)} of {self._count} windows of {length:.0f} s hold "
                 f"{MIN_REQUESTS} requests or more, and a study needs 2: one to search on, another to confirm "
-                "on. Give a longer --run-time, or a --rate-scale above 1 to replay faster"
+                f"on. Give {longer}, or a --rate-scale above 1 to replay faster"
             )
         return found
 

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import optuna
@@ -222,6 +223,14 @@ def _parsed(url: str) -> URL | None:
         return make_url(url)
     except (exc.ArgumentError, ValueError):
         return None
+
+
+def sqlite_file(url: str) -> Path | None:
+    """Where an SQLite database lies; None for others, and for one in memory."""
+    parsed = _parsed(url)
+    if parsed is None or parsed.get_backend_name() != "sqlite" or parsed.database in (None, "", ":memory:"):
+        return None
+    return Path(str(parsed.database))
 
 
 def open_storage(
