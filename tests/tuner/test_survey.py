@@ -55,7 +55,7 @@ def test_a_survey_says_what_it_found():
 
 @pytest.mark.parametrize(
     ("speed", "longest"),
-    [(1000.0, 4000), (50_000.0, 6000), (math.nan, 6000)],
+    [(1000.0, 2000), (50_000.0, 6000), (math.nan, 6000)],
     ids=["slow", "fast", "unknown"],
 )
 def test_prompts_are_scaled_to_the_context_and_to_a_slow_device(speed, longest):
