@@ -115,7 +115,8 @@ def on_times(
     config = _config(given)
     size = ModelSize.of(model, max_num_batched_tokens=config.max_num_batched_tokens)
     silent = () if times.entry else ("no time in the API server",)
-    assumed = (*silent, *_about_drafts(config, acceptance))
+    drawn = ("how long steps take, and how late tokens come, is drawn from what was measured",)
+    assumed = (*silent, *(drawn if times.spread else ()), *_about_drafts(config, acceptance))
     return _checked(config, size, times, assumed, acceptance)
 
 
