@@ -203,7 +203,7 @@ FAULTS = (
         "drafts that are not accepted",
         "speculation-loses",
         {"speculative_config": "drop"},
-        setup(_chat(12, 200, 96, temperature=1.0), engine={"speculative_config": _EAGER_NGRAM}),
+        setup(_chat(12, 200, 256, temperature=1.0), engine={"speculative_config": _EAGER_NGRAM}),
         tuple(
             setup(load, engine={"speculative_config": _NGRAM}, acceptance=acceptance)
             for load, acceptance in (
