@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from doctor.input_file import read_input
 
 TOKEN, PASSWORD = "VTUNE_TOKEN", "VTUNE_PASSWORD"
 """Environment variables that hold what should not be on a command line."""
@@ -29,6 +32,13 @@ class Access:
             raise AccessError("a token and a user are two ways to log in; give one")
         if self.ca_file is not None and not self.verify:
             raise AccessError("--ca-file says whom to trust, --insecure to trust anybody; give one")
+
+    def hide(self, text: str) -> str:
+        """What a server answered, without the secrets that it may have repeated."""
+        both = b64encode(f"{self.user}:{self.password}".encode()).decode() if self.password else None
+        for secret in filter(None, (self.token, self.password, both)):
+            text = text.replace(secret, "…")
+        return text
 
 
 def read_access(
@@ -60,7 +70,7 @@ def _secret(option: str, path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        text = path.read_text(encoding="utf-8").strip()
+        text = read_input(path).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
         raise AccessError(f"{option} {path}: cannot be read ({reason})") from None

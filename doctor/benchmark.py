@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from doctor.evaluators import Evaluator, Group, Numbers
+from doctor.input_file import read_input
 from doctor.promql import PromQL
 from doctor.reading import Missing, Number, Reading
 from doctor.signals import Node, Signal
@@ -48,8 +49,8 @@ class BenchmarkResult(Source):
 
     def _read(self) -> dict[str, Any]:
         try:
-            result = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ValueError) as error:
+            result = json.loads(read_input(self.path))
+        except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
             raise SourceError(f"--bench {self.path}: cannot be read ({error})") from None
         needed = ("duration", "completed")
         if not isinstance(result, dict) or not all(_is_number(result.get(key)) for key in needed):

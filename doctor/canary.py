@@ -12,6 +12,7 @@ from typing import Any
 
 from doctor.expectation import parse_expectation
 from doctor.figures import is_invalid, notes_of, rows_of, verdict_of
+from doctor.input_file import read_input
 from doctor.playbook import load_all
 from doctor.proof import Row, Verdict, finite, headline, table
 from doctor.slo import parse_slo
@@ -194,10 +195,10 @@ def _lazily(source: Callable[[int], Callable[[int], Schedule]], sides: _Sides) -
 
 def _finding(file: Path, identity: str | None) -> Mapping[str, Any]:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(read_input(file))
         findings = data["findings"]
         known = [str(finding["id"]) for finding in findings]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CanaryError(f"{file}: not what vtune doctor --format json writes ({error})") from None
     if not known:
         raise CanaryError(f"{file}: holds no finding, so there is nothing to try")

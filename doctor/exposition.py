@@ -8,10 +8,8 @@ look like requests that vanished.
 
 from __future__ import annotations
 
-import gzip
 import math
 import re
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +18,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from doctor import catalog
+from doctor.input_file import GZIP, gunzipped, read_input
 from doctor.rangefuncs import Times, Values
 
 SEPARATOR = re.compile(r"^# scrape_unix_ms[ \t]+(\S*)[ \t\r]*$", re.MULTILINE)
@@ -54,44 +53,23 @@ class Recording:
 def read_series_text(path: Path) -> tuple[str, list[str]]:
     """The text of a ``.prom`` or ``.prom.gz`` file (told by its first bytes). Raises ExpositionError."""
     try:
-        raw = path.read_bytes()
+        raw = read_input(path)
+        raw, complaint = gunzipped(raw) if raw[:2] == GZIP else (raw, "")
     except OSError as error:
         raise ExpositionError(f"{path}: cannot be read ({error.strerror or error})") from None
+    if complaint and not raw:
+        raise ExpositionError(f"{path}: damaged gzip data ({complaint}); nothing could be read")
     if not raw.strip():
         raise ExpositionError(f"{path}: the file is empty")
-    notes: list[str] = []
-    if raw[:2] == b"\x1f\x8b":
-        raw, complaint = _gunzip(raw)
-        if complaint:
-            if not raw:
-                raise ExpositionError(f"{path}: damaged gzip data ({complaint}); nothing could be read")
-            notes.append(f"{path.name}: damaged gzip data ({complaint}); read up to there")
-    elif b"\x00" in raw[:4096]:
+    notes = [f"{path.name}: damaged gzip data ({complaint}); read up to there"] if complaint else []
+    if b"\x00" in raw[:4096]:
         raise ExpositionError(f"{path}: binary data, neither exposition text nor gzip")
     return raw.decode("utf-8", errors="replace"), notes
 
 
-def _gunzip(raw: bytes) -> tuple[bytes, str]:
-    """As much as decompresses, and what went wrong after it."""
-    try:
-        return gzip.decompress(raw), ""
-    except (OSError, EOFError, zlib.error) as error:
-        complaint = str(error)
-    out, rest = bytearray(), raw
-    try:
-        while rest[:2] == b"\x1f\x8b":
-            stream = zlib.decompressobj(wbits=31)
-            for at in range(0, len(rest), 4096):
-                out += stream.decompress(rest[at : at + 4096])
-            rest = stream.unused_data
-    except zlib.error:
-        pass
-    return bytes(out), complaint
-
-
 def split_scrapes(text: str) -> list[tuple[int, str]]:
     """(unix ms, exposition text) of every scrape in a recorded series. Raises ExpositionError."""
-    marks = list(SEPARATOR.finditer(text))
+    marks = list(SEPARATOR.finditer(text)) if "# scrape_unix_ms" in text else []
     if not marks:
         raise ExpositionError(
             "no '# scrape_unix_ms N' line: this is at most one scrape, and rates need two. "

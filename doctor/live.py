@@ -99,7 +99,8 @@ class PrometheusEvaluator(Evaluator):
         for node in nodes.values():
             self._answers[node] = []
         for element in self._ask(self.promql.together(nodes)):
-            self._answers[nodes[element["metric"]["signal"]]].append(element)
+            if (name := element["metric"].get("signal", "")) in nodes:
+                self._answers[nodes[name]].append(element)
 
     def numbers(self, node: Node) -> Numbers:
         answer = self._answers[node] if node in self._answers else self._ask(self.promql.text(node))

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import ast
 import calendar
-import gzip
 import re
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from doctor import sglang_log
+from doctor.input_file import GZIP, gunzipped, read_input
 from doctor.log_facts import LogFacts, page, pairs
 from doctor.sources import Observation, Scrapes, Source, SourceError
 
@@ -97,11 +96,15 @@ class LogSource(Source):
 def read_log(path: Path) -> LogFacts:
     """Read a log file, plain or gzip. Raises SourceError."""
     try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode("utf-8", errors="replace")
-    except (OSError, EOFError, zlib.error) as error:
-        raise SourceError(f"--log {path}: cannot be read ({error})") from None
-    facts = parse_log(text)
+        raw = read_input(path)
+        raw, complaint = gunzipped(raw) if raw[:2] == GZIP else (raw, "")
+    except OSError as error:
+        raise SourceError(f"--log {path}: cannot be read ({error.strerror or error})") from None
+    if complaint and not raw:
+        raise SourceError(f"--log {path}: damaged gzip data ({complaint}); nothing could be read")
+    if b"\x00" in raw[:4096]:
+        raise SourceError(f"--log {path}: binary data, neither text nor gzip")
+    facts = parse_log(raw.decode("utf-8", errors="replace"))
     if not facts.flags and facts.version is None and not facts.scrapes:
         raise SourceError(f"--log {path}: no line of a vLLM or SGLang log in it")
     return facts

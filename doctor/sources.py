@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -252,14 +253,12 @@ class PrometheusSource(Source):
     def _asker(self, at: float) -> Callable[[str], list[Mapping[str, Any]]]:
         import requests
         from prometheus_api_client import PrometheusApiClientException, PrometheusConnect
-        from urllib3.util.retry import Retry
 
         from doctor.session import Session
 
         client = PrometheusConnect(
             self.url,
-            session=Session(self.access),
-            retry=Retry(total=1, backoff_factor=0),
+            session=Session(self.access, retries=1),
             timeout=QUERY_TIMEOUT_S,
             method="POST",
         )
@@ -269,17 +268,27 @@ class PrometheusSource(Source):
             try:
                 answer = client.custom_query(query, params=params)
             except PrometheusApiClientException as error:
-                raise SourceError(f"{self.url}: {_refusal(str(error), query)}") from None
+                raise SourceError(f"{self.url}: {self.access.hide(_refusal(str(error), query))}") from None
             except requests.RequestException as error:
                 reason = _reason(error, QUERY_TIMEOUT_S)
                 raise SourceError(f"{self.url}: {reason}. Is this a Prometheus?") from None
-            except (KeyError, TypeError, ValueError):
+            except (KeyError, TypeError, ValueError, RecursionError):
                 raise SourceError(f"{self.url}: does not answer like Prometheus's HTTP API") from None
-            if not isinstance(answer, list):
+            if not isinstance(answer, list) or not all(map(_is_sample, answer)):
                 raise SourceError(f"{self.url}: does not answer like Prometheus's HTTP API")
             return answer
 
         return ask
+
+
+def _is_sample(element: Any) -> bool:
+    """Whether an element of an answer is what Prometheus documents of an instant vector."""
+    try:
+        _, value = element["value"]
+        float(value)
+        return isinstance(element["metric"], Mapping)
+    except (KeyError, TypeError, ValueError):
+        return False
 
 
 def _observation(name: str, evaluator: Evaluator, window_s: float, notes: Sequence[str]) -> Observation:
@@ -296,10 +305,15 @@ def subquery_step(window_ms: int) -> int:
 
 def _with_path(url: str, path: str) -> str:
     """``url`` with a scheme, and with ``path`` where it has none."""
-    full = url if "://" in url else f"http://{url}"
-    parts = urlsplit(full)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SourceError(f"{url}: not an http(s) URL; write e.g. http://127.0.0.1:8000{path}")
+    full = (url if "://" in url else f"http://{url}").strip()
+    try:
+        parts = urlsplit(full)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # half an IPv6 address, or a port that is none
+        known = False
+    if not known or re.search(r"\s", full):
+        shown = re.sub(r"^(\w+://)?.*@", r"\1…@", url)
+        raise SourceError(f"{shown!r}: not an http(s) URL; write e.g. http://127.0.0.1:8000{path}")
     return full if parts.path.strip("/") else full.rstrip("/") + path
 
 
@@ -319,8 +333,11 @@ def _refusal(error: str, query: str) -> str:
     """What an HTTP error of a Prometheus means."""
     if "Status Code 401" in error or "Status Code 403" in error:
         return f"wants to know who asks. {LOG_IN}"
-    shown = query if len(query) <= 500 else f"{query[:500]} … ({len(query)} characters)"
-    return f"Prometheus refused a query: {error}. Query: {shown}"
+    return f"Prometheus refused a query: {_short(error)}. Query: {_short(query)}"
+
+
+def _short(text: str, most: int = 500) -> str:
+    return text if len(text) <= most else f"{text[:most]} … ({len(text)} characters)"
 
 
 def _get(url: str, access: Access) -> str:
@@ -331,7 +348,7 @@ def _get(url: str, access: Access) -> str:
     try:
         with Session(access) as session:
             answer = session.get(url, timeout=TIMEOUT_S)
-    except requests.RequestException as error:
+    except (requests.RequestException, ValueError) as error:  # the latter for where a redirect leads
         reason = _reason(error, TIMEOUT_S)
         raise SourceError(f"{url}: {reason}. Is the server up, and is this its address?") from None
     if answer.status_code in (401, 403):
@@ -345,10 +362,14 @@ def _reason(error: Exception, timeout: float) -> str:
     """What a requests exception means, in a few words."""
     import requests
 
+    from doctor.session import LARGEST, TooLarge
+
     if isinstance(error, requests.Timeout):
         return f"no answer within {timeout:g} s"
     if isinstance(error, requests.exceptions.SSLError):
         return "its TLS certificate is not trusted here, or the handshake failed (--ca-file, --insecure)"
     if isinstance(error, requests.ConnectionError):
         return "cannot connect"
+    if isinstance(error, TooLarge):
+        return f"its answer is larger than {LARGEST >> 20} MiB"
     return f"request failed ({error.__class__.__name__})"
