@@ -281,7 +281,7 @@ def test_a_shorter_draft_is_written_into_the_speculative_config() -> None:
     config = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
     found = diagnose(Scrapes(drafting.scrapes()), {"speculative_config": config})
     (finding,) = [finding for finding in found.findings if finding.id == "speculation-loses"]
-    off, shorter = finding.prescriptions
+    off, shorter, _ = finding.prescriptions
     assert off.args == "drop --speculative-config"
     assert shorter.changes == {"speculative_config": {**config, "num_speculative_tokens": 2}}
     assert '"num_speculative_tokens": 2' in shorter.args
