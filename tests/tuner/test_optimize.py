@@ -201,7 +201,7 @@ def test_all_duplicates(make):
 
 
 def test_out_of_reach_trials_are_stopped_early(make):
-    optimizer = make(AnalyticTarget(), trials=25)
+    optimizer = make(AnalyticTarget(), trials=25, strategy="random")
     optimizer.run()
     stopped = [r for r in optimizer.study.results if r.status == "stopped"]
     assert any("out of reach" in r.reason for r in stopped)
