@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+AGAIN_SECONDS = 0.02
+"""Until an interrupt that was lost is sent again: by then the place that lost it is left."""
 
 
 class Interrupts:
@@ -15,18 +20,21 @@ class Interrupts:
 
     The first one during a load only sets the load's stop event, so that the client ends its connections and
     the load returns; the one who asked for the load raises KeyboardInterrupt then (see :meth:`load`). Any
-    further one raises at once: targets then end their servers without grace.
+    further one raises at once: targets then end their servers without grace. One that came where nothing
+    can be raised, such as in a callback of a weak reference, comes once more.
     """
 
     def __init__(self) -> None:
         self._seen = False
         self._load: threading.Event | None = None
         self._previous: dict[int, Any] = {}
+        self._tell = sys.unraisablehook
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._on_signal)
+            self._tell, sys.unraisablehook = sys.unraisablehook, self._on_lost
         return self
 
     def __exit__(
@@ -34,6 +42,8 @@ class Interrupts:
     ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._previous:
+            sys.unraisablehook = self._tell
 
     @property
     def seen(self) -> bool:
@@ -50,6 +60,13 @@ class Interrupts:
             self._load = None
             if self._seen:
                 raise KeyboardInterrupt
+
+    def _on_lost(self, lost: sys.UnraisableHookArgs) -> None:
+        """An exception that nobody can see: said as ever, but an interrupt is sent again."""
+        if isinstance(lost.exc_value, KeyboardInterrupt):
+            threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), signal.SIGINT)).start()
+        else:
+            self._tell(lost)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         again, self._seen = self._seen, True

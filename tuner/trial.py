@@ -140,12 +140,24 @@ def _faults(what: str, server: OpenTarget | None = None) -> Iterator[None]:
         if failure.reason == CLIENT_KILLED:
             raise ClientKilled(failure.detail) from None
         if failure.environmental:
-            raise SetupFailed(f"{failure.detail}\n{failure.log_tail}".strip()) from None
+            raise SetupFailed(_at_fault(failure)) from None
         raise ServerFailed(f"{what}: {failure.reason}: {failure.detail}", failure.log_tail) from None
     except Unreachable as error:
         raise ServerFailed(f"{what}: {error}", server.log_tail() if server else "") from None
     except Stuck as stuck:
         raise ServerFailed(f"hangs: {stuck}", server.log_tail() if server else "") from None
+
+
+def _at_fault(failure: TargetFailed) -> str:
+    """What is wrong with the machine or the command, for people."""
+    told = failure.detail
+    if failure.reason == "port_taken":
+        told += (
+            ". So it was with every free port that the server was given. If the command sets the port "
+            "itself, write {port} where it goes"
+        )
+    log = "" if failure.log_tail.strip() in failure.detail else failure.log_tail
+    return f"{told}\n{log}".strip()
 
 
 @dataclass

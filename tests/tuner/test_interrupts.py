@@ -1,4 +1,7 @@
 import signal
+import sys
+import time
+import weakref
 
 import pytest
 
@@ -43,8 +46,36 @@ def test_without_a_signal_nothing_happens():
     assert interrupted_load() == ["ended"]
 
 
-def test_handlers_are_put_back():
-    before = signal.getsignal(signal.SIGINT)
+def test_one_that_comes_where_nothing_can_be_raised_is_not_lost(capsys):
+    class Thing:
+        pass
+
+    def work():
+        thing = Thing()
+        watch = weakref.ref(thing, lambda reference: signal.raise_signal(signal.SIGINT))
+        del thing
+        assert watch() is None, "the callback was called, and what it raised is gone"
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt), Interrupts():
+        work()
+    assert capsys.readouterr().err == ""
+
+
+def test_what_else_nobody_can_see_is_told_as_ever(monkeypatch):
+    class Thing:
+        def __del__(self):
+            raise ValueError("of a finalizer")
+
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
     with Interrupts():
-        assert signal.getsignal(signal.SIGINT) != before
-    assert signal.getsignal(signal.SIGINT) == before
+        Thing()
+    assert [str(lost.exc_value) for lost in told] == ["of a finalizer"]
+
+
+def test_handlers_are_put_back():
+    before = signal.getsignal(signal.SIGINT), sys.unraisablehook
+    with Interrupts():
+        assert signal.getsignal(signal.SIGINT) != before[0]
+    assert (signal.getsignal(signal.SIGINT), sys.unraisablehook) == before
