@@ -127,7 +127,7 @@ class TableOptimizer(Optimizer):
 class TableFinals(Finals):
     """The tuner's last act, with runs that are looked up."""
 
-    def _confirm(self, best: TrialResult, baseline: TrialResult) -> Confirmation | str:
+    def _confirm(self, best: TrialResult, baseline: TrialResult, pairs: int) -> Confirmation | str:
         assert isinstance(self.bench, TableBench), "runs that are looked up need a bench that looks up"
         world = self.bench.world
         sides = []
@@ -136,9 +136,9 @@ class TableFinals(Finals):
             world.start()
             if entry.crash:
                 return f"did not start: {entry.crash}"
-            for _ in range(self.plan.pairs):
+            for _ in range(pairs):
                 world.load(entry)
-            sides.append(world.fresh(flags, self.plan.pairs))
+            sides.append(world.fresh(flags, pairs))
         return judge(*sides, self.slo, best.number, baseline.feasible)
 
 

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-MIN_PAIRS, MAX_PAIRS = 3, 8
+MIN_PAIRS, MAX_PAIRS, MOST_PAIRS = 3, 8, 16
+"""Of a confirmation: the least, the most that time is kept for, the most where the search leaves time."""
 CONFIRM_SHARE = 0.45
 """Share of a time budget that the confirmation may take, unless MIN_PAIRS need more."""
 LOADS_SHARE, LOADS_CONFIGS = 0.25, 3
@@ -80,6 +81,12 @@ class Plan:
     def confirm_seconds(self) -> float:
         """Two servers started one after the other, then ``pairs`` times two loads."""
         return 2 * self.start_seconds + 2 * self.pairs * (self.run_seconds + PAUSE) if self.pairs else 0.0
+
+    def pairs_within(self, spent: float, candidates: int = 1) -> int:
+        """Of the confirmation of one, so many as fit into the time left, if it is for several candidates."""
+        assert self.budget_seconds is not None, "without a budget there is no time left"
+        left = (self.budget_seconds - spent - self.loads_seconds) / candidates - 2 * self.start_seconds
+        return max(0, min(MOST_PAIRS, int(left / (2 * (self.run_seconds + PAUSE)))))
 
     @property
     def search_seconds(self) -> float:

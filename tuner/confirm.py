@@ -20,6 +20,9 @@ from tuner.slo import RelativeBound, Slo
 
 MIN_GAIN = 0.05
 """The objective must improve by this much, beside an interval that excludes no improvement."""
+GUARD = 0.4
+"""So far towards the worse end of its 95 % interval (a chance of 80 % on one side) a bound must still
+be held: what is only just held in these runs is missed in every other ones."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ def judge(
     the samples gave one; else the pools without each pair do.
     """
     changes = {name: _change(name, a, b, intervals.get(name)) for name in compared_metrics(slo)}
-    problems = [_missed(bound, b.whole) for bound in slo.bounds]
+    problems = [_missed(bound, b) for bound in slo.bounds]
     problems += [_worse(bound, changes[bound.metric]) for bound in slo.relative]
     if baseline_feasible:
         problems.append(_no_gain(slo, changes[slo.objective.name]))
@@ -199,17 +202,28 @@ def _jackknife(whole: float, left_out: Sequence[float], confidence: float = 0.95
     return whole - margin, whole + margin
 
 
-def _missed(bound: Bound, b: Measurement) -> str:
-    value = b.value(bound.metric, bound.cls)
-    if bound.violation(value) <= 0:
-        return ""
-    return f"{bound.name} is {format_value(bound.metric, value)}, the SLO asks for {bound}"
+def _missed(bound: Bound, b: Pooled) -> str:
+    value, *others = (m.value(bound.metric, bound.cls) for m in (b.whole, *b.without))
+    low = high = math.nan
+    if bound.metric not in COUNTS and all(0 < each < math.inf for each in (value, *others)):
+        low, high = map(math.exp, _jackknife(math.log(value), [math.log(other) for other in others]))
+    doubt = _doubt(bound, value, low, high)
+    return doubt and f"{bound.name} is {format_value(bound.metric, value)}, the SLO asks for {bound}{doubt}"
 
 
 def _worse(bound: RelativeBound, change: Change) -> str:
-    if Bound(bound.metric, bound.op, bound.factor).violation(change.ratio) <= 0:
+    doubt = _doubt(Bound(bound.metric, bound.op, bound.factor), change.ratio, change.low, change.high)
+    return doubt and f"{change.metric} {change}, the SLO asks for {bound.op} {bound.note}{doubt}"
+
+
+def _doubt(bound: Bound, value: float, low: float, high: float) -> str:
+    """Why it is not sure that ``bound`` is held by a value with a 95 % interval; "" where it is."""
+    if bound.violation(value) > 0:
+        return ": missed"
+    worse = high if bound.op == "<=" else low
+    if not 0 < worse < math.inf or bound.violation(value * (worse / value) ** GUARD) <= 0:
         return ""
-    return f"{change.metric} {change}, the SLO asks for {bound.op} {bound.note}"
+    return ": held too closely to be sure of it"
 
 
 def _no_gain(slo: Slo, change: Change) -> str:

@@ -8,14 +8,13 @@ from typing import Any
 
 from loadgen.compare import compare
 from loadgen.target import TargetFailed
-from tuner.budget import Clock, Plan
+from tuner.budget import MIN_PAIRS, Clock, Plan
 from tuner.confirm import Confirmation, assess, record_directory
 from tuner.job import Job
 from tuner.outcome import Outcome, as_it_runs, better, broken, refuted, unconfirmed, without_confirmation
 from tuner.runs.load import Traffic, span
 from tuner.runs.measure import goodput_bounds
 from tuner.runs.result import TrialResult
-from tuner.search.strategy import SLACK
 from tuner.search.study import Study
 from tuner.slo import Slo
 from tuner.space.config import Config
@@ -52,13 +51,24 @@ class Finals:
         if baseline.status == "failed":
             return unconfirmed(first, baseline, study.space, slo, ended)
         observer.phase("confirmation")
-        candidate, outcome = first, self._confirmed(first, baseline)
+        candidate, outcome = first, self._confirmed(first, baseline, max(self.plan.pairs, self._pairs(2)))
         for _ in range(MAX_CONFIRMED - 1):
-            if outcome.kind == "better" or (safer := self._safer(candidate)) is None:
+            pairs = self._pairs(1)
+            if outcome.kind == "better" or not pairs or not (safer := study.candidates(refused=candidate)):
                 break
             observer.note(f"{outcome.sentence}. There is time for the next best")
-            candidate, outcome = safer, self._confirmed(safer, baseline)
+            candidate = safer[0]
+            outcome = self._confirmed(candidate, baseline, pairs)
         return outcome
+
+    def _pairs(self, candidates: int) -> int:
+        """Of runs of the next one, where time is left for so many; 0: too little for one more."""
+        if self.job.budget is None:
+            return self.plan.pairs
+        fit = self.plan.pairs_within(self.clock.spent, candidates)
+        if self.job.pairs:
+            return self.job.pairs if fit >= self.job.pairs else 0
+        return fit if fit >= MIN_PAIRS else 0
 
     def _worth_confirming(self, candidate: TrialResult, baseline: TrialResult) -> bool:
         """Unless one measurement each shows already that the candidate is no better than the baseline."""
@@ -71,26 +81,18 @@ class Finals:
         overlap = theirs.low < ours.high if objective.direction == "minimize" else theirs.high > ours.low
         return overlap and theirs.value != ours.value
 
-    def _safer(self, refused: TrialResult) -> TrialResult | None:
-        """The next candidate that keeps more distance to the bounds, if there is time to confirm it too."""
-        if self.job.budget is not None and self.clock.spent + self.plan.confirm_seconds > self.job.budget:
-            return None
-        others = self.study.candidates()[1:]
-        safer = (r for r in others if r.slack >= refused.slack + SLACK and self.study.space.changes(r.config))
-        return next(safer, None)
-
-    def _confirmed(self, best: TrialResult, baseline: TrialResult) -> Outcome:
-        space, confirmation = self.study.space, self._confirm(best, baseline)
+    def _confirmed(self, best: TrialResult, baseline: TrialResult, pairs: int) -> Outcome:
+        space, confirmation = self.study.space, self._confirm(best, baseline, pairs)
         if isinstance(confirmation, str):
             return broken(best, space, confirmation, self.ended)
         if confirmation.confirmed:
             return better(best, space, self.slo, confirmation, self.ended)
         return refuted(best, space, confirmation, self.ended)
 
-    def _confirm(self, best: TrialResult, baseline: TrialResult) -> Confirmation | str:
+    def _confirm(self, best: TrialResult, baseline: TrialResult, pairs: int) -> Confirmation | str:
         """Fresh runs of both; a sentence where the best config did not serve them."""
         load = self.load()
-        seeds = load.confirmation_seeds(self.plan.pairs)
+        seeds = load.confirmation_seeds(pairs)
         self.bench.observer.note(f"best so far against the baseline on {len(seeds)} fresh seeds, in turn")
         try:
             with self.bench.interrupts.load() as stop:

@@ -25,7 +25,7 @@ from tuner.report.cost import SPENT_ON
 from tuner.runs.load import Traffic, span
 from tuner.runs.result import TrialResult
 from tuner.runs.survey import Survey
-from tuner.search.from_doctor import of_trial, prescribed
+from tuner.search.from_doctor import Hints, of_trial, prescribed
 from tuner.search.model import ModelStrategy
 from tuner.search.prior import SimulatedPrior
 from tuner.search.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
@@ -274,6 +274,7 @@ class Optimizer:
         """Trials until there is a reason to stop, which is returned."""
         with self.crew.turn(self.study):
             left = self._trials_left()
+            self._take_hints(left)
             number = self.study.strategy.starts or int(left < FEW)
             starts = itertools.islice(self._starting_points(), number)
             most = max(1, left // PRESCRIBED_SHARE)
@@ -287,15 +288,25 @@ class Optimizer:
                 with self.spending("choosing"):
                     proposal = self.study.propose()
                 if proposal is None:
+                    if self._queue_simpler(last=True):
+                        continue
                     return self.study.strategy.exhausted
                 self.crew.begins(proposal)
             self._trial(proposal)
 
-    def _prescribed(self) -> Iterator[tuple[Mapping[str, Any], str]]:
-        """What the doctor says: in the report that was given, else of the baseline's own trial."""
+    def _take_hints(self, left: int) -> None:
+        """In the first half of all trials."""
+        strategy = self.study.strategy
+        if isinstance(strategy, ModelStrategy):
+            strategy.hints = Hints.of(self._findings(), self.study.space, (self.launched() + left) // 2)
+
+    def _findings(self) -> list[Mapping[str, Any]]:
+        """The doctor's prescriptions: of the report that was given, else of the baseline's own trial."""
         baseline = self.study.baseline
-        own = of_trial(baseline.findings) if baseline else ()
-        return prescribed(self.job.from_doctor or own, self.study.space)
+        return list(self.job.from_doctor or (of_trial(baseline.findings) if baseline else ()))
+
+    def _prescribed(self) -> Iterator[tuple[Mapping[str, Any], str]]:
+        return prescribed(self._findings(), self.study.space)
 
     def _starting_points(self) -> Iterator[tuple[Mapping[str, Any], str]]:
         baseline = self.study.space.baseline
@@ -333,18 +344,23 @@ class Optimizer:
         )
         return now.affordable_trials
 
-    def _queue_simpler(self) -> None:
-        """With the last trials: does the best config need all that it changes? The main knob stays."""
+    def _queue_simpler(self, last: bool = False) -> bool:
+        """With the ``last`` trials: does the best config need all that it changes? The main knob stays.
+
+        Returns whether there is anything new to try.
+        """
         best = self.study.best()
         if best is None:
-            return
+            return False
         space = self.study.space
         changed = [flag for flag in space.flags if flag in space.changes(best.config)]
-        if self._trials_left() <= len(changed[1:]):
-            for flag in reversed(changed[1:]):
-                simpler = {**best.config, flag: space.baseline[flag]}
-                if not space.refusals(simpler):
-                    self.study.enqueue(simpler, f"best without {flag}")
+        if not last and self._trials_left() > len(changed[1:]):
+            return False
+        simpler = [(flag, {**best.config, flag: space.baseline[flag]}) for flag in reversed(changed[1:])]
+        queued = [
+            self.study.enqueue(c, f"best without {flag}") for flag, c in simpler if not space.refusals(c)
+        ]
+        return any(queued)
 
     def _trial(self, proposal: Proposal, server: OpenTarget | None = None) -> None:
         space = self.study.space

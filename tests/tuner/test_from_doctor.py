@@ -1,9 +1,11 @@
 import json
 
 import pytest
+from test_strategy import SLO, drive, make
 
 from tuner.runs.findings import TrialFinding
-from tuner.search.from_doctor import MOST, FindingsError, of_trial, prescribed, read_findings
+from tuner.search.from_doctor import MOST, FindingsError, Hints, of_trial, prescribed, read_findings
+from tuner.search.model import ModelStrategy
 from tuner.space.space import build_space, effective
 
 SPACE = build_space(effective({}, "vllm"), 8192)
@@ -63,3 +65,27 @@ def test_what_the_space_does_not_search_or_a_rule_refuses_is_not_tried():
     assert list(prescribed(items, SPACE)) == [({"max_num_seqs": 500}, "doctor: c")], "d is the same rung as c"
     many = [{"id": str(n), "set": {"max_num_seqs": n}} for n in (16, 32, 64, 96, 128)]
     assert len(list(prescribed(many, SPACE))) == MOST
+
+
+def hints(*changes, until=8):
+    return Hints.of([{"id": "test", "set": change} for change in changes], SPACE, until)
+
+
+def test_a_prescription_points_to_a_side_of_the_baseline_and_two_that_disagree_to_none():
+    found = hints({"max_num_batched_tokens": 512, "max_num_seqs": 512}, {"max_num_seqs": 64})
+    assert found.directions == {"max_num_batched_tokens": -1}
+    assert hints({"unknown": 3}, {"max_num_batched_tokens": None}).directions == {}
+
+
+@pytest.mark.parametrize(("tokens", "right"), [(512, True), (8192, False)])
+def test_the_other_side_is_left_out_of_the_first_half_and_a_wrong_finding_does_not_hide_the_best(
+    tokens, right
+):
+    """In the formula the smaller budgets are the better ones; the baseline's is 2048."""
+    study = make(ModelStrategy(1))
+    study.strategy.hints = Hints.of([{"set": {"max_num_batched_tokens": tokens}}], study.space, until=8)
+    told = [r.config["max_num_batched_tokens"] for r in drive(study, 24)]
+    first, rest = told[1:8], told[8:]
+    assert all(value <= 2048 if right else value >= 2048 for value in first)
+    assert right or min(rest) < 1024
+    assert study.best().value(SLO.objective) < 0.4 * study.baseline.value(SLO.objective)

@@ -1,18 +1,56 @@
-"""What the doctor prescribes, as configs to try first: of the baseline's own trial, or of a saved report."""
+"""What the doctor prescribes, of the baseline's own trial or of a saved report: configs to try first, and the
+side of the baseline to search first."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from doctor.finding import SCHEMA
 from tuner.runs.findings import TrialFinding
+from tuner.search.crashes import Codes, codes_of
 from tuner.space.space import SPECULATION, Space
 
 MOST = 3
 """Prescriptions that are tried before the search decides itself."""
+
+
+@dataclass(frozen=True)
+class Hints:
+    """Where a doctor's prescriptions point to: up to ``until`` launches only that side of the baseline is
+    searched.
+
+    Not for good, for a finding may be wrong. ``directions``: by axis, +1 for more.
+    """
+
+    directions: Mapping[str, int]
+    until: int
+
+    @classmethod
+    def of(cls, items: Iterable[Mapping[str, Any]], space: Space, until: int) -> Hints:
+        """``items``: as :func:`of_trial` gives them. What two of them pull to both sides is left alone."""
+        own = space.params(space.baseline)
+        told: dict[str, set[int]] = {}
+        for item in items:
+            wanted = space.params({**space.baseline, **_searched(item["set"], space)})
+            for axis in space.axes:
+                a, b = own.get(axis.name), wanted.get(axis.name)
+                if axis.ordered and isinstance(a, int) and isinstance(b, int) and a != b:
+                    told.setdefault(axis.name, set()).add(1 if b > a else -1)
+        return cls({name: min(signs) for name, signs in told.items() if len(signs) == 1}, until)
+
+    def allow(self, space: Space, codes: Codes) -> NDArray[np.bool_]:
+        """Which of (m, d) configs are not on the other side. ``codes``: see ``crashes.codes_of``."""
+        own = codes_of(space, space.params(space.baseline))
+        sign = np.array([self.directions.get(axis.name, 0) for axis in space.axes])
+        against = (sign * (codes - own) < 0) & (codes >= 0) & (own >= 0)
+        return ~against.any(axis=1)
 
 
 class FindingsError(ValueError):
@@ -61,11 +99,7 @@ def prescribed(items: Iterable[Mapping[str, Any]], space: Space) -> Iterator[tup
     """
     seen: list[dict[str, Any]] = [dict(space.baseline)]
     for item in items:
-        changes = {
-            flag: value
-            for flag, value in item["set"].items()
-            if flag in space.flags and (value is not None or flag == SPECULATION)
-        }
+        changes = _searched(item["set"], space)
         config = space.snap({**space.baseline, **changes})
         if config in seen or space.refusals(config):
             continue
@@ -73,3 +107,12 @@ def prescribed(items: Iterable[Mapping[str, Any]], space: Space) -> Iterator[tup
         yield changes, f"doctor: {item['id']}"
         if len(seen) > MOST:
             return
+
+
+def _searched(changes: Mapping[str, Any], space: Space) -> dict[str, Any]:
+    """Those of flags that the space searches. What is to be dropped other than speculation stays."""
+    return {
+        flag: value
+        for flag, value in changes.items()
+        if flag in space.flags and (value is not None or flag == SPECULATION)
+    }

@@ -28,7 +28,7 @@ LENGTH = (math.log(0.8), 0.8)
 """Mean and deviation of a length's logarithm; the dimensions run from 0 to 1."""
 AMPLITUDE = (math.log(1.0), 0.7)
 """The same of the amplitude, in standard deviations of the data."""
-NOISE = (math.log(0.03), 0.5)
+NOISE = (math.log(0.03), 0.8)
 """The same of the noise, in units of y: repeats of a figure differ by some per cent."""
 JITTER = 1e-8
 SEARCH: Mapping[str, float] = {"maxiter": 20, "ftol": 1e-4}

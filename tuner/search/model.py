@@ -19,6 +19,7 @@ from loadgen.slo import format_value
 from tuner.runs.result import TrialResult
 from tuner.search.beliefs import Beliefs
 from tuner.search.crashes import Crashes
+from tuner.search.from_doctor import Hints
 from tuner.search.gp import Array
 from tuner.search.pool import Pool, Pools, encode
 from tuner.search.prior import Prior
@@ -27,13 +28,16 @@ from tuner.space.space import Space
 
 SIMPLER = 0.1
 """By how much (in logarithm) a change must raise the expected improvement to be worth it."""
-WORTH = 0.04
+WORTH = 0.02
 """The least improvement (in logarithm) that is worth a launch: else knobs without effect look promising."""
 SURE = 0.8
 """Chance of holding every bound from which on the objective decides what is best."""
+SAFER = 0.02
+"""By so much more (in logarithm) than one that fresh runs refused another one must be expected to hold its
+bounds."""
 TIE = 0.02
 """Expected objectives closer than this (in logarithm) are a tie, which the simpler config wins."""
-PROMISE, IN_A_ROW = 0.003, 3
+PROMISE, IN_A_ROW = 0.005, 3
 """The search ends when the config that it favours is expected to gain less than this (in logarithm, beyond
 WORTH), so many times in a row: one proposal alone may mistake what it does not know for nothing."""
 FIRST_ASKED, FAVOURITES, ROUNDS = 32, 8, 4
@@ -41,11 +45,11 @@ FIRST_ASKED, FAVOURITES, ROUNDS = 32, 8, 4
 
 
 class ModelStrategy(Strategy):
-    """See the module. ``prior``: None to begin with what is measured."""
+    """See the module. ``prior``: None to begin with what is measured. ``hints``: where to look first."""
 
-    def __init__(self, seed: int = 0, prior: Prior | None = None) -> None:
+    def __init__(self, seed: int = 0, prior: Prior | None = None, hints: Hints | None = None) -> None:
         super().__init__(seed)
-        self.prior = prior
+        self.prior, self.hints = prior, hints
         # What is kept between two calls only saves time: it follows from the history.
         self._pools: Pools | None = None
         self._held: dict[bool, tuple[tuple[int, ...], Beliefs]] = {}
@@ -58,10 +62,18 @@ class ModelStrategy(Strategy):
 
     def propose(self, history: History) -> Suggestion | None:
         pool, serves = self._pool(history)
-        if not len(pool):
-            return None
         if self.prior:
             self._ask_first(history, pool)
+        if self.hints is not None and len(history.launched) <= self.hints.until:
+            hinted = self.hints.allow(history.space, pool.codes) if len(pool) else np.zeros(0, dtype=bool)
+            if suggestion := self._favourite(history, pool.only(hinted), serves[hinted]):
+                return suggestion
+        return self._favourite(history, pool, serves)
+
+    def _favourite(self, history: History, pool: Pool, serves: Array) -> Suggestion | None:
+        """The best of the pool; None where none is worth a launch."""
+        if not len(pool):
+            return None
         scores = self._scores(history, pool, serves)
         for _ in range(ROUNDS if self.prior else 0):
             assert self.prior is not None
@@ -110,6 +122,12 @@ class ModelStrategy(Strategy):
         tied = [row for row in sure if row[2] <= sure[0][2] + TIE]
         tied.sort(key=lambda row: len(history.space.changes(row[0].config)))
         return [result for result, _, _ in (*tied, *sure[len(tied) :], *unsure)]
+
+    def safer(self, history: History, refused: TrialResult) -> list[TrialResult]:
+        """By what the models expect: what differs from the refused one to no effect is no safer."""
+        ranked, beliefs = self.rank(history), self.beliefs(history)
+        slack = beliefs.slack(encode(history.space, [refused.config, *(r.config for r in ranked)]))
+        return [r for r, own in zip(ranked, slack[1:], strict=True) if own >= slack[0] + SAFER]
 
     def beliefs(self, history: History, plain: bool = False) -> Beliefs:
         """Of what was measured, and of what runs. ``plain``: without the prior.

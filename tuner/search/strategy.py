@@ -26,7 +26,7 @@ TIE = 0.1
 SLACK = 0.05
 """Relative distance that a candidate should keep to its bounds."""
 GAIN = "gain"
-"""Beside the figures that are expected of a suggestion: what it is expected to gain on the best, as a share."""
+"""Beside the figures that are expected of a suggestion: by what share it should beat the best."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,12 @@ class Strategy(ABC):
     def rank(self, history: History) -> list[TrialResult]:
         """Feasible configs, the user's own among them, the best first. By default by what each measured."""
         return by_measurement(history)
+
+    def safer(self, history: History, refused: TrialResult) -> list[TrialResult]:
+        """Of :meth:`rank`, those that keep more distance to the bounds than one that fresh runs refused. By
+        default by what each measured.
+        """
+        return [r for r in self.rank(history) if r.slack >= refused.slack + SLACK]
 
     def sampler(self, seed: int) -> optuna.samplers.BaseSampler:
         """Fills in what suggestions leave out."""

@@ -117,8 +117,8 @@ class Study:
         return History(self.space, self.objective, told, bounds=self.bounds, relative=self.relative)
 
     def enqueue(self, config: Config, origin: str, deaths: int = 0) -> bool:
-        """Propose ``config`` before anything of the sampler's. Configs queued or told already are left out, and
-        False is returned.
+        """Propose ``config`` before anything of the sampler's. False, and nothing is queued, where it is
+        queued or told already.
 
         ``deaths`` counts the processes that ended in the middle of it.
         """
@@ -206,9 +206,14 @@ class Study:
         """The best feasible config so far, which may be the baseline."""
         return next(iter(self.strategy.rank(self._told)), None)
 
-    def candidates(self) -> list[TrialResult]:
-        """Feasible configs other than the baseline's, in the order in which to confirm them."""
-        return [r for r in self.strategy.rank(self._told) if self.space.changes(r.config)]
+    def candidates(self, refused: TrialResult | None = None) -> list[TrialResult]:
+        """Feasible configs other than the baseline's, in the order in which to confirm them.
+
+        ``refused``: by fresh runs, so that only those are left that keep more distance to the bounds.
+        """
+        told = self._told
+        ranked = self.strategy.rank(told) if refused is None else self.strategy.safer(told, refused)
+        return [r for r in ranked if self.space.changes(r.config)]
 
     def importances(self) -> dict[str, float]:
         """Axis -> share of the objective's variation (PED-ANOVA); empty with too few trials.

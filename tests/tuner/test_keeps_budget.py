@@ -1,0 +1,87 @@
+"""``--budget`` on a virtual clock: costs that vary, slow starts, a server that hangs."""
+
+import zlib
+from contextlib import contextmanager
+
+import optuna
+import pytest
+from analytic_target import AnalyticServer, AnalyticTarget
+
+from loadgen.target import RunFailed
+from tuner.interrupts import Interrupts
+from tuner.job import Job
+from tuner.observer import Observer
+from tuner.optimize import Optimizer
+from tuner.slo import parse_slo
+from tuner.space.space import config_key
+from tuner.trial import PATIENCE_FACTOR, PATIENCE_SECONDS, Bench
+from tuner.workers.storage import open_study
+
+HANGS = 4
+"""Which launch does."""
+
+
+class ClockedTarget(AnalyticTarget):
+    """A start takes 3 to 15 s by config, a load up to a third more than it should, a hanging one as long as
+    patience lasts."""
+
+    def __init__(self, hangs=0):
+        super().__init__()
+        self.seconds, self.hangs = 0.0, hangs
+
+    def clock(self):
+        return self.seconds
+
+    @contextmanager
+    def open(self, config):
+        with super().open(config) as server:
+            server.start_seconds = 3.0 + zlib.crc32(config_key(config).encode()) % 13
+            self.seconds += server.start_seconds
+            yield ClockedServer(self, server.config, server.start_seconds, len(self.opened) == self.hangs)
+
+
+class ClockedServer(AnalyticServer):
+    def __init__(self, target, config, start_seconds, hangs):
+        super().__init__(target, config)
+        self.start_seconds, self.hangs = start_seconds, hangs
+
+    def run(self, schedule, progress=None, stop=None):
+        seconds = schedule.duration or max(r.intended for r in schedule.requests)
+        if self.hangs:
+            self.target.seconds += PATIENCE_SECONDS + PATIENCE_FACTOR * seconds
+            raise RunFailed("hangs", "a load had not ended")
+        self.target.seconds += seconds * (1 + schedule.seed % 4 / 10)
+        return super().run(schedule, progress, stop)
+
+
+def study(tmp_path, **job):
+    target = ClockedTarget(job.pop("hangs", 0))
+    record = open_study(optuna.storages.InMemoryStorage(), "s", parse_slo("itl").objective)
+    bench = Bench(target, Observer(), Interrupts(), tmp_path)
+    optimizer = Optimizer(Job(**{"rate": 1.0, "run_seconds": 20.0, **job}), bench, record)
+    return optimizer, optimizer.run(), target.seconds
+
+
+@pytest.mark.parametrize(
+    ("strategy", "budget", "hangs"),
+    [("random", 600.0, 0), ("random", 1200.0, HANGS), ("gp", 600.0, HANGS), ("gp", 1200.0, 0)],
+)
+def test_a_budget_is_kept_within_a_tenth(tmp_path, strategy, budget, hangs):
+    optimizer, outcome, seconds = study(tmp_path, strategy=strategy, budget=budget, hangs=hangs)
+    assert seconds <= 1.1 * budget
+    enough = "expected to gain more" in outcome.ended
+    assert seconds >= 0.9 * budget or (enough and strategy == "gp")
+    assert outcome.kind == "better"
+    statuses = [r.status for r in optimizer.study.results]
+    assert statuses.count("failed") == bool(hangs)
+
+
+def test_what_a_search_leaves_goes_into_more_pairs(tmp_path):
+    optimizer, outcome, _ = study(tmp_path, strategy="gp", budget=3600.0)
+    assert "expected to gain more" in outcome.ended
+    assert optimizer.plan.pairs < outcome.confirmation.pairs == 16
+
+
+def test_pairs_that_are_asked_for_stay(tmp_path):
+    _, outcome, _ = study(tmp_path, strategy="gp", budget=3600.0, pairs=3)
+    assert outcome.confirmation.pairs == 3

@@ -1,0 +1,63 @@
+"""The search's own strategy: when it ends, and what it leaves for the confirmation."""
+
+import random
+
+import pytest
+from analytic_target import measure
+from test_strategy import BOUNDS, SLO, drive, make, result
+
+from tuner.runs.result import TrialResult
+from tuner.search.model import IN_A_ROW, PROMISE, ModelStrategy
+from tuner.search.strategy import GAIN, History
+from tuner.space.space import build_space, effective
+
+DEFAULTS = effective({}, "bundled")
+SPACE = build_space(DEFAULTS, 8192)
+
+
+def test_it_ends_where_nothing_is_to_be_gained_and_has_found_the_best_by_then():
+    study = make(ModelStrategy(1))
+    told = drive(study, 60)
+    assert study.propose() is None
+    assert len(told) < 40
+    assert "expected to gain more than" in study.strategy.exhausted
+    best = study.best().value(SLO.objective)
+    launchable = [c for c in study.space.draw(random.Random(0), 4096) if not study.space.refusals(c)]
+    measured = [measure(config) for config in launchable]
+    held = [m for m in measured if all(v <= 0 for v in m.violations(BOUNDS).values())]
+    assert best < 1.05 * min(m.value("itl_p99") for m in held)
+
+
+def after(*gains):
+    """A history whose proposals promised these gains; None: not one of the model's."""
+    told = [
+        TrialResult(k, DEFAULTS, "test", "stopped", expected={} if gain is None else {GAIN: gain})
+        for k, gain in enumerate(gains)
+    ]
+    return History(SPACE, SLO.objective, tuple(told))
+
+
+@pytest.mark.parametrize(
+    ("gains", "now", "over"),
+    [
+        ([], PROMISE / 2, False),
+        ([PROMISE / 2] * (IN_A_ROW - 1), PROMISE / 2, True),
+        ([PROMISE / 2] * (IN_A_ROW - 1), PROMISE * 2, False),
+        ([PROMISE / 2, PROMISE * 2], PROMISE / 2, False),
+        ([PROMISE / 2, None, PROMISE / 2, None], PROMISE / 2, True),
+    ],
+)
+def test_one_proposal_that_promises_little_is_not_the_end(gains, now, over):
+    assert ModelStrategy()._over(after(*gains), now) == over
+
+
+def test_it_does_not_end_while_nothing_holds_the_slo():
+    study = make(ModelStrategy(1))
+    study.bounds = ()
+    for _ in range(8):
+        proposal = study.propose()
+        assert proposal is not None
+        told = result(proposal)
+        missed = {**told.violations, "throughput": 0.5}
+        study.tell(proposal, TrialResult(**{**vars(told), "violations": missed}))
+    assert all(GAIN not in r.expected for r in study.results)
