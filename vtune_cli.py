@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
@@ -102,7 +103,8 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains once more at its end
         if isinstance(error, BrokenPipeError):
             sys.exit(READER_GONE)
-        print(f"error: {error}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # standard error may be full as well
+            print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -111,7 +113,9 @@ def _settle_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            # Takes the number of the closed descriptor, which no other file should get.
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+            # Takes the number of the closed descriptor, which no other file should get, here or in a child.
+            opened = open(os.devnull, mode)  # noqa: SIM115
+            os.set_inheritable(opened.fileno(), True)
+            setattr(sys, name, opened)
         elif isinstance(stream, io.TextIOWrapper) and mode == "w":
             stream.reconfigure(errors="replace")

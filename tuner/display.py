@@ -146,5 +146,6 @@ class LiveObserver(Observer):
 
 
 def make_observer(console: Console, title: str) -> LiveObserver | PlainObserver:
-    """Live on a terminal, plain otherwise."""
-    return LiveObserver(console, title) if console.is_terminal else PlainObserver(console)
+    """Live on a terminal that can be drawn on, plain otherwise."""
+    drawable = console.is_terminal and not console.is_dumb_terminal
+    return LiveObserver(console, title) if drawable else PlainObserver(console)

@@ -44,6 +44,22 @@ def test_closed_streams(command: str, code: int, closed: str) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_a_child_has_the_streams_that_were_closed() -> None:
+    """What sends the load would else write its sockets into the descriptor of standard error."""
+    child = "import os; [os.fstat(number) for number in (0, 1, 2)]"
+    code = (
+        f"import subprocess, sys, vtune_cli; vtune_cli._settle_streams(); "
+        f"sys.exit(subprocess.run([sys.executable, '-S', '-c', '{child}']).returncode)"
+    )
+    assert run(f'{sys.executable} -c "{code}" <&- >&- 2>&-').returncode == 0
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
+def test_an_error_that_cannot_be_written_is_one() -> None:
+    """Status 1 would say that no config holds the SLO."""
+    assert run(f"vtune optimize --slo nonsense 2>{FULL}").returncode == 2
+
+
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("command", ["--help", "playbook list", "playbook show overload"])
 def test_a_full_disk_under_the_output(command: str) -> None:

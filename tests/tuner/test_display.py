@@ -59,6 +59,11 @@ def test_on_a_terminal_there_is_a_panel():
         assert expected in shown.getvalue()
 
 
+def test_a_terminal_that_cannot_be_drawn_on_gets_lines():
+    console = Console(file=io.StringIO(), force_terminal=True, width=120, _environ={"TERM": "dumb"})
+    assert isinstance(make_observer(console, "vtune optimize: s"), PlainObserver)
+
+
 @pytest.mark.parametrize("total", [None, 600.0])
 def test_a_panel_before_anything_has_happened(total):
     observer = LiveObserver(Console(file=io.StringIO()), "t")
