@@ -161,7 +161,7 @@ class Builder:
         self, problem: Problem, *, target: str = "", seed: int = 0, change: Callable[[StepTimes], StepTimes]
     ) -> None:
         self.problem = problem
-        self._target = SimulatedTarget(_device(target or problem.target), _model_file(problem.model))
+        self._target = simulated(target or problem.target, problem.model)
         self._change, self._slo, self._seed = change, problem.slo, seed
         self._done: dict[tuple[int, int], list[_Done]] = {}
         self.runs = 0
@@ -223,6 +223,11 @@ class _Changed(SimulatedTarget):
 
     def simulation(self, config: Mapping[str, Any]) -> Simulation:
         return self._given
+
+
+def simulated(device: str, model: str) -> SimulatedTarget:
+    """By the names that problems have for them."""
+    return SimulatedTarget(_device(device), _model_file(model))
 
 
 def _device(name: str) -> str:

@@ -315,7 +315,8 @@ class Optimizer:
             speed = REFERENCE_PREFILL * baseline["max_num_batched_tokens"] / REFERENCE_TOKENS
         told = self.study.baseline
         running = (told.peak_running if told else None) or min(DEFAULT_RUNNING, baseline["max_num_seqs"])
-        return starting_points(self.slo, baseline, speed, running)
+        pace = told.measurement.value("itl_p50") if told and told.measurement else math.nan
+        return starting_points(self.slo, baseline, speed, running, pace, self.survey.concurrency)
 
     def _over(self) -> str:
         """Why the search must end now; "" while it may go on."""

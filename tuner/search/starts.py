@@ -1,5 +1,10 @@
 """Starting points: what practitioners begin with for each goal, carried over to the device at hand.
 
+Two follow from how every server schedules, whatever the device: requests that wait for one of max_num_seqs
+places wait no longer with more of them; and a step takes as long as its tokens, so that the budget that holds
+a bound on ITL is the one whose step ends within it (how Agrawal et al. 2024, "Taming throughput-latency
+tradeoff in LLM inference with Sarathi-Serve", choose theirs).
+
 The published values (2,048-4,096 tokens and 128-256 sequences where ITL comes first; 8,192-16,384 where TTFT
 does; 16,384-32,768 and 512 or more for throughput alone) are for GPUs that prefill some 40,000 tokens/s of an
 8B model: 8,192 tokens take about 200 ms there. What carries over to another device is the time of a step, so
@@ -8,6 +13,7 @@ budgets are scaled by the prefill speed that was measured on this one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +24,12 @@ REFERENCE_PREFILL = 40_000.0
 """Prefill tokens/s of the device that the published values are for."""
 REFERENCE_TOKENS = 8192
 """The default budget there."""
+
+
+WITHIN = 0.8
+"""Of a bound on ITL, what a step should take: prompts that have a context already take longer."""
+MORE_PLACES = 4
+"""Factor on max_num_seqs where all places are taken."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +60,27 @@ STARTS: Mapping[str, tuple[Start, ...]] = {
 
 
 def starting_points(
-    slo: Slo, baseline: Config, prefill_speed: float, concurrency: float
+    slo: Slo,
+    baseline: Config,
+    prefill_speed: float,
+    concurrency: float,
+    pace: float = math.nan,
+    offered: int | None = None,
 ) -> Iterator[tuple[dict[str, int | float], str]]:
     """(flags to change, why), in the order to try them.
 
-    ``concurrency``: requests in service at the baseline.
+    ``concurrency``: requests in service at the baseline, at most. ``pace``: its median ITL, in seconds.
+    ``offered``: requests of a closed loop, None for an open one.
     """
+    limits = [bound.limit for bound in slo.bounds if bound.metric == "itl_p99"]
+    if limits and (left := WITHIN * min(limits) - pace) > 0:
+        tokens = max(round(left * prefill_speed), baseline["max_num_seqs"], 32)
+        yield {"max_num_batched_tokens": tokens}, f"start: a step of {tokens} tokens is within the ITL bound"
+    if min(concurrency, (offered or math.inf) - 1) >= baseline["max_num_seqs"]:
+        seqs = MORE_PLACES * baseline["max_num_seqs"]
+        tokens = max(baseline["max_num_batched_tokens"], seqs)
+        flags = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs}
+        yield flags, "start: every place of max_num_seqs is taken"
     family = slo.objective.metric.partition("_")[0]
     if family == "goodput":
         bounded = {bound.metric.partition("_")[0] for bound in slo.bounds}
