@@ -49,6 +49,8 @@ class Group(NamedTuple):
 
 
 Numbers = dict[Group, Number]
+MOST_SILENT = 0.2
+"""Share of a model's engines that may lack a metric by which they are compared."""
 
 
 def group_of(labels: Mapping[str, str], by: Sequence[str] = GROUP_LABELS) -> Group:
@@ -114,13 +116,13 @@ class Evaluator(ABC):
                 missing = Missing(signal.name, "elsewhere", f"no {exporters[0]} beside the server")
             return dict.fromkeys(self.groups, missing)
         numbers = self.numbers(node)
-        readings: dict[Group, Reading] = {}
-        for group in self.groups:
-            if isinstance(node, AgainstPeers | OfPeers) and not self._has_peers(group):
-                readings[group] = Missing(signal.name, "peers", "no second instance of this model")
-            else:
-                readings[group] = numbers.get(group) or self._unobserved(signal.name, node, group)
-        return readings
+        compared = self._compared(signal.name, node) if isinstance(node, AgainstPeers | OfPeers) else {}
+        return {
+            group: compared.get(group.model_name)
+            or numbers.get(group)
+            or self._unobserved(signal.name, node, group)
+            for group in self.groups
+        }
 
     def _source(self, signal: Signal) -> Node:
         """The first source whose metrics are exposed, or the first."""
@@ -140,8 +142,19 @@ class Evaluator(ABC):
             return next(own, f"SGLang's counterpart of {names[0]}")
         return names[0]
 
-    def _has_peers(self, group: Group) -> bool:
-        return any(other.model_name == group.model_name and other != group for other in self.groups)
+    def _compared(self, name: str, node: Node) -> dict[str, Missing]:
+        """The models whose engines cannot be compared with each other, and why: there is one, or too few of
+        them say how they are."""
+        saying = frozenset.intersection(*(self._owners(key) for key in metrics_of(node)))
+        found = {}
+        for model in {group.model_name for group in self.groups}:
+            engines = [group for group in self.groups if group.model_name == model]
+            silent = sum(group not in saying for group in engines)
+            if len(engines) < 2:
+                found[model] = Missing(name, "peers", "no second instance of this model")
+            elif silent > MOST_SILENT * len(engines):
+                found[model] = Missing(name, "metric", f"not known of {silent} of {len(engines)} instances")
+        return found
 
     def _unobserved(self, name: str, node: Node, group: Group) -> Missing:
         if isinstance(node, OnHost):

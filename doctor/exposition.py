@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,21 +152,55 @@ def record(scrapes: Iterable[tuple[int, str]], notes: Iterable[str] = ()) -> Rec
 
 
 def _drop_incomplete(parsed: dict[int, dict[SeriesKey, float]], notes: list[str]) -> None:
-    """Remove scrapes that lack series which the scrapes on either side of them have."""
-    times = sorted(parsed)
-    broken = []
-    for index, time in enumerate(times):
-        beside = times[1:3] if index == 0 else [times[index - 1], *times[index + 1 : index + 2]]
-        expected = set.intersection(*(set(parsed[other]) for other in beside)) if beside else set()
-        if not expected <= parsed[time].keys():
-            broken.append(time)
-    if len(broken) > len(times) // 2:
-        notes.append(f"{len(broken)} of {len(times)} scrapes lack series that others have")
-        return
-    for time in broken:
+    """Remove what an instance said in scrapes that lack series which it has in the scrapes on either side.
+
+    Where most of its scrapes do, they are kept, and the metrics with holes are removed: counters that end at
+    different times would contradict each other.
+    """
+    own: dict[str, list[int]] = {}
+    for time in sorted(parsed):
+        for instance in {_instance(key) for key in parsed[time]}:
+            own.setdefault(instance, []).append(time)
+    left_out: set[int] = set()
+    for instance, times in own.items():
+        pages = {time: {key for key in parsed[time] if _instance(key) == instance} for time in times}
+        lacking = {
+            time: missing for time in times if (missing := _expected(pages, times, time) - pages[time])
+        }
+        if len(lacking) <= len(times) // 2:
+            left_out |= lacking.keys()
+            gone = {time: pages[time] for time in lacking}
+        else:
+            holes = {_metric_of(key[0]) for missing in lacking.values() for key in missing}
+            gone = {time: {key for key in pages[time] if _metric_of(key[0]) in holes} for time in times}
+            where = f" of {instance}" if instance else ""
+            notes.append(
+                f"{len(lacking)} of {len(times)} scrapes{where} lack series that others have; "
+                f"{len(holes)} metric(s) with holes left out"
+            )
+        for time, keys in gone.items():
+            for key in keys:
+                del parsed[time][key]
+    for time in [time for time, samples in parsed.items() if not samples]:
         del parsed[time]
-    if broken:
-        notes.append(f"{len(broken)} incomplete scrape(s) left out")
+    if left_out:
+        notes.append(f"{len(left_out)} incomplete scrape(s) left out")
+
+
+def _expected(pages: Mapping[int, set[SeriesKey]], times: Sequence[int], time: int) -> set[SeriesKey]:
+    """What the scrapes on either side of one have in common."""
+    index = bisect_left(times, time)
+    beside = times[1:3] if index == 0 else [times[index - 1], *times[index + 1 : index + 2]]
+    return set.intersection(*(pages[other] for other in beside)) if beside else set()
+
+
+def _instance(key: SeriesKey) -> str:
+    return next((value for name, value in key[1] if name == "instance"), "")
+
+
+def _metric_of(sample: str) -> str:
+    """The metric of a sample name: a histogram's buckets, sum and count stand or fall together."""
+    return re.sub(r"_(?:bucket|sum|count)$", "", sample)
 
 
 def _columns(parsed: Mapping[int, Mapping[SeriesKey, float]]) -> dict[str, list[Series]]:

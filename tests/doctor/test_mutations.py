@@ -382,3 +382,29 @@ def test_damage_upon_damage_finds_nothing_that_is_not_there(name: str, damages: 
         return
     assert found(diagnosis) <= undamaged(name), damages
     assert json.dumps(diagnosis.to_json(), allow_nan=False)
+
+
+def of_instance(server: Server, name: str) -> Scraped:
+    labels = {"engine": "0", "model_name": "m", "instance": name}
+    return replace(server, labels=labels).scrapes(count=12)
+
+
+def joined(*parts: Scraped) -> Scraped:
+    return [(pages[0][0], "".join(text for _, text in pages)) for pages in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lines_lost_in_most_scrapes_of_one_instance_are_no_finding_and_leave_the_others(seed: int) -> None:
+    chance = random.Random(seed)
+    torn = per_page(without_lines)(of_instance(Server(), "a:1"), chance)
+    found = diagnose(Scrapes(joined(torn, of_instance(HELD["capped"], "b:1"))), FLAGS)
+    assert {(f.id, f.instance) for f in found.findings if f.severity != "info"} == {("seq-cap", "b:1")}
+    assert any("of a:1 lack series that others have" in note for note in found.notes)
+
+
+def test_instances_that_were_scraped_in_turn_are_whole() -> None:
+    parts = [of_instance(HELD["capped"], name) for name in ("a:1", "b:1")]
+    turns = [parts[number % 2][number] for number in range(12)]
+    found = diagnose(Scrapes(turns), FLAGS)
+    assert {f.instance for f in found.findings if f.id == "seq-cap"} == {"a:1", "b:1"}
+    assert found.notes == ()

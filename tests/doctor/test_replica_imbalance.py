@@ -125,3 +125,20 @@ def test_a_hundred_instances_behind_a_random_router_are_not_said_to_be_starved(s
         counts[chance.randrange(100)] += 1
     fleet = [Replica(f"h{n:02}:1", count / 8, count / 15) for n, count in enumerate(counts)]
     assert FEWER not in {finding.title for finding in judged(fleet).findings}
+
+
+def test_nobody_is_compared_with_the_few_who_say_how_they_are() -> None:
+    """Of three instances one does not say; beside the other, an ordinary one would look overloaded."""
+    fleet = [*BUSY, Replica("c:1", 0.2, 0.2)]
+    pages = [(4000 * (n + 1), "".join(replica.page(n) for replica in fleet)) for n in range(9)]
+    silent = [
+        (
+            at,
+            "".join(line for line in page.splitlines(True) if '"a:1"' not in line or "requests_" not in line),
+        )
+        for at, page in pages
+    ]
+    found = diagnose(Scrapes(silent), {})
+    assert found.findings == ()
+    why = {missing.why for item in found.cannot_tell for missing in item.missing}
+    assert "not known of 1 of 3 instances" in why
