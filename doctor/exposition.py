@@ -151,51 +151,57 @@ def record(scrapes: Iterable[tuple[int, str]], notes: Iterable[str] = ()) -> Rec
     return Recording(_columns(parsed), np.array(sorted(parsed), dtype=np.int64), tuple(said))
 
 
+Pages = dict[int, set[SeriesKey]]
+"""Which series one instance had, by the time of the scrape."""
+
+
 def _drop_incomplete(parsed: dict[int, dict[SeriesKey, float]], notes: list[str]) -> None:
     """Remove what an instance said in scrapes that lack series which it has in the scrapes on either side.
 
     Where most of its scrapes do, they are kept, and the metrics with holes are removed: counters that end at
     different times would contradict each other.
     """
-    own: dict[str, list[int]] = {}
-    for time in sorted(parsed):
-        for instance in {_instance(key) for key in parsed[time]}:
-            own.setdefault(instance, []).append(time)
     left_out: set[int] = set()
-    for instance, times in own.items():
-        pages = {time: {key for key in parsed[time] if _instance(key) == instance} for time in times}
-        lacking = {
-            time: missing for time in times if (missing := _expected(pages, times, time) - pages[time])
-        }
+    for instance, pages in _pages(parsed).items():
+        times = sorted(pages)
+        lacking = {at: missing for at in times if (missing := _expected(pages, times, at) - pages[at])}
         if len(lacking) <= len(times) // 2:
             left_out |= lacking.keys()
-            gone = {time: pages[time] for time in lacking}
+            gone = {at: pages[at] for at in lacking}
         else:
             holes = {_metric_of(key[0]) for missing in lacking.values() for key in missing}
-            gone = {time: {key for key in pages[time] if _metric_of(key[0]) in holes} for time in times}
+            gone = {at: {key for key in pages[at] if _metric_of(key[0]) in holes} for at in times}
             where = f" of {instance}" if instance else ""
             notes.append(
                 f"{len(lacking)} of {len(times)} scrapes{where} lack series that others have; "
                 f"{len(holes)} metric(s) with holes left out"
             )
-        for time, keys in gone.items():
+        for at, keys in gone.items():
             for key in keys:
-                del parsed[time][key]
-    for time in [time for time, samples in parsed.items() if not samples]:
-        del parsed[time]
+                del parsed[at][key]
+    for at in [at for at, samples in parsed.items() if not samples]:
+        del parsed[at]
     if left_out:
         notes.append(f"{len(left_out)} incomplete scrape(s) left out")
 
 
-def _expected(pages: Mapping[int, set[SeriesKey]], times: Sequence[int], time: int) -> set[SeriesKey]:
+def _pages(parsed: Mapping[int, Mapping[SeriesKey, float]]) -> dict[str, Pages]:
+    """By instance."""
+    instances: dict[SeriesKey, str] = {}
+    found: dict[str, Pages] = {}
+    for at, samples in parsed.items():
+        for key in samples:
+            if (instance := instances.get(key)) is None:
+                instance = instances[key] = next((v for name, v in key[1] if name == "instance"), "")
+            found.setdefault(instance, {}).setdefault(at, set()).add(key)
+    return found
+
+
+def _expected(pages: Pages, times: Sequence[int], time: int) -> set[SeriesKey]:
     """What the scrapes on either side of one have in common."""
     index = bisect_left(times, time)
     beside = times[1:3] if index == 0 else [times[index - 1], *times[index + 1 : index + 2]]
     return set.intersection(*(pages[other] for other in beside)) if beside else set()
-
-
-def _instance(key: SeriesKey) -> str:
-    return next((value for name, value in key[1] if name == "instance"), "")
 
 
 def _metric_of(sample: str) -> str:
