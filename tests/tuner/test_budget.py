@@ -2,7 +2,16 @@ import math
 
 import pytest
 
-from tuner.budget import MAX_PAIRS, MIN_PAIRS, Clock, Plan, choose_pairs, format_seconds, parse_seconds
+from tuner.budget import (
+    MAX_PAIRS,
+    MIN_PAIRS,
+    MOST_PAIRS,
+    Clock,
+    Plan,
+    choose_pairs,
+    format_seconds,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +76,15 @@ def test_pairs_follow_the_budget_within_limits():
     assert choose_pairs(570.0, 5.0, 25.0) == 4
     assert choose_pairs(1e5, 5.0, 25.0) == MAX_PAIRS
     assert choose_pairs(None, 5.0, 25.0) == MAX_PAIRS
+
+
+def test_time_that_is_left_is_for_more_pairs_of_one_candidate_or_of_two():
+    left = 2 * 5 + 2 * 6 * (25 + 2)
+    assert plan().pairs_within(600.0 - left) == 6
+    assert plan().pairs_within(600.0 - 2 * left, candidates=2) == 6
+    assert plan(loads_seconds=54.0).pairs_within(600.0 - left) == 5
+    assert plan(budget_seconds=1e5).pairs_within(0.0) == MOST_PAIRS
+    assert plan().pairs_within(700.0) == 0
 
 
 def test_the_clock_goes_on_from_what_was_spent():

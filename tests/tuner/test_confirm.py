@@ -64,5 +64,18 @@ def test_where_the_baseline_misses_the_slo_holding_it_is_enough():
     assert "itl_p99 is 1.23 s, the SLO asks for itl_p99 <= 500 ms" in missed.problems[0]
 
 
+def test_a_bound_that_is_only_just_held_is_not_held():
+    noise = {0: 0.9, 1: 1.0, 2: 1.1}
+
+    def held(slo):
+        return confirm(
+            parse_slo(slo), baseline_feasible=False, itl_factor=lambda config, seed: noise[seed % 10]
+        )
+
+    assert held("itl_p99<500ms").confirmed
+    assert "held too closely to be sure of it" in held("itl_p99<370ms").problems[0]
+    assert "missed" in held("itl_p99<360ms").problems[0]
+
+
 def test_changes_without_a_ratio_say_so():
     assert str(Change("failed", 0, 0, float("nan"), float("nan"), float("nan"), 5)) == "0 -> 0 (n/a)"

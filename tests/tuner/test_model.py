@@ -61,3 +61,14 @@ def test_it_does_not_end_while_nothing_holds_the_slo():
         missed = {**told.violations, "throughput": 0.5}
         study.tell(proposal, TrialResult(**{**vars(told), "violations": missed}))
     assert all(GAIN not in r.expected for r in study.results)
+
+
+def test_what_is_safer_than_a_refused_config_is_expected_to_hold_the_bounds_by_more():
+    """In the formula 768 tokens hold the bound on TTFT by 1 %, 512 and 1024 by more."""
+    study = make(ModelStrategy(1), fix=["all"], vary={"max_num_batched_tokens": (512, 768, 1024, 2048)})
+    drive(study, 4)
+    by_tokens = {r.config["max_num_batched_tokens"]: r for r in study.candidates()}
+    assert set(by_tokens) == {512, 768, 1024}
+    safer = study.candidates(refused=by_tokens[768])
+    assert {r.config["max_num_batched_tokens"] for r in safer} == {512, 1024}
+    assert by_tokens[768] not in study.candidates(refused=by_tokens[512])
