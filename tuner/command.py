@@ -25,7 +25,7 @@ from loadgen.workload import WorkloadError
 from loadgen.workload_file import is_file, read_workload
 from tuner.display import make_observer
 from tuner.interrupts import Interrupts
-from tuner.job import DEFAULT_BUDGET, DEFAULT_SIMULATED_BUDGET, Job, JobError
+from tuner.job import DEFAULT_BUDGET, DEFAULT_RUN_SECONDS, DEFAULT_SIMULATED_BUDGET, Job, JobError
 from tuner.optimize import Optimizer
 from tuner.options import Replay
 from tuner.output import OutputError, locked
@@ -163,7 +163,7 @@ def _run(options: Options, console: Console) -> int:
                 verdict = come_to_verdict(name, optimizer, target)
             except KeyboardInterrupt:
                 verdict = conclude(name, optimizer, target, optimizer.interrupted())
-            except SetupFailed:
+            except (SetupFailed, OSError, optuna.exceptions.StorageInternalError):
                 observer.note(f"what was measured is kept; go on with: {_resume_command(name, options)}")
                 raise
     verdict.show(console, options.as_json)
@@ -259,7 +259,7 @@ def new_job(options: Options) -> Job:
         concurrency=options.concurrency,
         budget=options.budget or (None if options.trials else _default_budget(target)),
         trials=options.trials,
-        run_seconds=options.run_seconds or Job.run_seconds,
+        run_seconds=options.run_seconds,
         pairs=options.pairs,
         space=read_space_file(options.space) if options.space else before.space if before else None,
         fix=tuple(options.fix or ()),
@@ -311,7 +311,7 @@ def _check_replay(options: Options, slo: Slo) -> None:
             "the recorded rate: give bounds, e.g. 'itl_p99<80ms,ttft_p95<500ms', or a preset such as itl."
         )
     replay, trace = Replay.from_json(options.replay), read_replay(options.replay)
-    seconds = options.run_seconds or Job.run_seconds
+    seconds = options.run_seconds or DEFAULT_RUN_SECONDS
     load = ReplayLoad.of(replay, trace, options.seed or 0, seconds, max_model_len=sys.maxsize)
     _ = load.windows  # or a TraceError now, and not once a server is up; what its context allows comes later
 

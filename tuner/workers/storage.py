@@ -310,6 +310,8 @@ def _cause(error: Exception, url: URL) -> str:
 def _advice(error: Exception, url: URL) -> str:
     if isinstance(error, ImportError):
         return "Install its driver; PostgreSQL's, psycopg, comes with: pip install 'vtune-llm[postgres]'."
+    if "disk is full" in str(error):
+        return "Make room there, or choose another place."
     if url.get_backend_name() != "sqlite" and isinstance(error, exc.OperationalError):
         return "Check the address, the user and the database."
     return _FORMS
