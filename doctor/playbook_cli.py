@@ -112,6 +112,10 @@ def run_playbook(
     if format not in ("text", "json"):
         end_with(f"--format {format}: write text or json")
     books = list(_playbooks()) if all_of_them else [_named(identity) for identity in identities or ()]
+    for book in books if identities else ():
+        count = len(book.reproduction.experiments)
+        if experiment is not None and 0 < count < experiment:
+            end_with(f"--experiment {experiment}: {book.id} has {count}")
     check_writable(out)
     order = Order(
         target=target,

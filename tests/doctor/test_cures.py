@@ -245,6 +245,7 @@ def test_a_server_that_does_not_start_is_reported_and_the_next_one_has_its_turn(
         (("seq-cap", "--target", "simulated:x100", "--model", "8b"), "simulated:x100: unknown"),
         (("seq-cap", "--format", "xml"), "--format xml: write text or json"),
         (("seq-cap", "--limit", "soon"), "--limit"),
+        (("seq-cap", "--experiment", "9"), "--experiment 9: seq-cap has 1"),
     ],
 )  # fmt: skip
 def test_wrong_use_is_explained(arguments: tuple[str, ...], complaint: str) -> None:
