@@ -76,17 +76,21 @@ class Plan:
     spent_seconds: float
     loads_seconds: float = 0.0
     """Kept for the comparison at other loads."""
+    exclusive: bool = False
+    """Whether two servers cannot be up at once, so that a confirmation starts them in turn."""
 
     @property
     def confirm_seconds(self) -> float:
-        """Two servers started one after the other, then ``pairs`` times two loads."""
-        return 2 * self.start_seconds + 2 * self.pairs * (self.run_seconds + PAUSE) if self.pairs else 0.0
+        """Two servers, then ``pairs`` times two loads."""
+        opening, pair = confirmation_costs(self.start_seconds, self.run_seconds, self.exclusive)
+        return opening + self.pairs * pair if self.pairs else 0.0
 
     def pairs_within(self, spent: float, candidates: int = 1) -> int:
         """Of the confirmation of one, so many as fit into the time left, if it is for several candidates."""
         assert self.budget_seconds is not None, "without a budget there is no time left"
-        left = (self.budget_seconds - spent - self.loads_seconds) / candidates - 2 * self.start_seconds
-        return max(0, min(MOST_PAIRS, int(left / (2 * (self.run_seconds + PAUSE)))))
+        opening, pair = confirmation_costs(self.start_seconds, self.run_seconds, self.exclusive)
+        left = (self.budget_seconds - spent - self.loads_seconds) / candidates - opening
+        return max(0, min(MOST_PAIRS, int(left / pair)))
 
     @property
     def search_seconds(self) -> float:
@@ -118,9 +122,21 @@ class Plan:
         )
 
 
-def choose_pairs(budget_seconds: float | None, start_seconds: float, run_seconds: float) -> int:
+def confirmation_costs(start_seconds: float, run_seconds: float, exclusive: bool) -> tuple[float, float]:
+    """Seconds before the first pair of runs, and of each pair.
+
+    In the order AB BA AB one server gives way to the other once a pair, where both do not fit at once.
+    """
+    runs = 2 * (run_seconds + PAUSE)
+    return (start_seconds, runs + start_seconds) if exclusive else (2 * start_seconds, runs)
+
+
+def choose_pairs(
+    budget_seconds: float | None, start_seconds: float, run_seconds: float, exclusive: bool = False
+) -> int:
     """As many pairs as CONFIRM_SHARE of the budget affords, within [MIN_PAIRS, MAX_PAIRS]."""
     if budget_seconds is None:
         return MAX_PAIRS
-    affordable = (CONFIRM_SHARE * budget_seconds - 2 * start_seconds) / (2 * (run_seconds + PAUSE))
+    opening, pair = confirmation_costs(start_seconds, run_seconds, exclusive)
+    affordable = (CONFIRM_SHARE * budget_seconds - opening) / pair
     return max(MIN_PAIRS, min(MAX_PAIRS, int(affordable)))

@@ -84,7 +84,10 @@ def optimize(
         typer.Option(min=1, help="So many trials beside the baseline, instead of a budget or within it."),
     ] = None,
     run_time: Annotated[
-        str | None, typer.Option(help="Length of the load of one measurement, e.g. 20s or 2m. [20s]")
+        str | None,
+        typer.Option(
+            help="Length of one load, e.g. 20s or 2m. [20s, or as long as the server takes to start]"
+        ),
     ] = None,
     pairs: Annotated[
         int | None, typer.Option(min=2, help="Pairs of runs of the confirmation. [3 to 8, by budget]")

@@ -37,7 +37,8 @@ class Job:
     concurrency: int | None = None
     budget: float | None = DEFAULT_BUDGET
     trials: int | None = None
-    run_seconds: float = DEFAULT_RUN_SECONDS
+    run_seconds: float | None = None
+    """Length of a run; None: by what a start costs (see ``tuner.offer``)."""
     pairs: int | None = None
     command: str = ""
     """How ``--flags`` starts a server of the target's kind, without its flags; "": as it is installed."""

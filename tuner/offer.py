@@ -11,7 +11,7 @@ from loadgen.targets.offered_flags import OfferedFlags
 from loadgen.traces import Trace
 from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload
 from loadgen.workload_file import workload_of
-from tuner.job import Job
+from tuner.job import DEFAULT_RUN_SECONDS, Job
 from tuner.options import Replay
 from tuner.runs.load import Load, Traffic
 from tuner.runs.replay import ReplayLoad, read_replay
@@ -25,6 +25,8 @@ from tuner.trial import Bench
 FALLBACK_CONTEXT = 4096
 """Context length assumed where the baseline does not come up to be asked."""
 PROBE_TOKENS = 1024
+LONGEST_RUN, RUN_SHARE = 90.0, 0.025
+"""Most seconds of a run whose length nobody asked for, and the most of a budget."""
 CAPACITY_SHARE = 0.5
 """Length of a closed loop to find the capacity, as a share of a run."""
 
@@ -61,9 +63,9 @@ class Offer:
     def load(self, survey: Survey) -> Traffic:
         """The load of every trial; the survey must know one."""
         if self.trace is not None:
-            return self._replayed(survey.max_model_len)
+            return self._replayed(survey)
         workload = self.workload(survey.max_model_len, survey.scale)
-        return Load(workload, self.job.seed, self.job.run_seconds, survey.rate, survey.concurrency)
+        return Load(workload, self.job.seed, survey.run_seconds, survey.rate, survey.concurrency)
 
     def levels(self, survey: Survey) -> tuple[float, ...]:
         """Levels of load to compare configs at, once there is a best one; rising, () for none."""
@@ -76,14 +78,14 @@ class Offer:
             self.job.workload, max_model_len=max_model_len, vocab_size=DEFAULT_VOCAB_SIZE, scale=scale
         )
 
-    def _replayed(self, max_model_len: int) -> ReplayLoad:
-        job, kept = self.job, self._kept
+    def _replayed(self, survey: Survey) -> ReplayLoad:
+        job, kept, max_model_len = self.job, self._kept, survey.max_model_len
         assert job.replay is not None, "there is a trace where it is replayed"
         assert self.trace is not None
         if max_model_len not in kept:
             replay = Replay.from_json(job.replay)
             kept[max_model_len] = ReplayLoad.of(
-                replay, self.trace, job.seed, job.run_seconds, max_model_len, concurrency=job.concurrency
+                replay, self.trace, job.seed, survey.run_seconds, max_model_len, concurrency=job.concurrency
             )
         return kept[max_model_len]
 
@@ -108,7 +110,13 @@ class Offer:
             + (f"; load: {workload.description}" if self.trace is None else "")
         )
         survey = Survey(
-            context, server.start_seconds, speed, rate=self.rate, concurrency=job.concurrency, scale=scale
+            context,
+            server.start_seconds,
+            speed,
+            rate=self.rate,
+            concurrency=job.concurrency,
+            scale=scale,
+            run_seconds=self._run_seconds(server.start_seconds),
         )
         if not self.known(survey):
             survey = self._measured(survey, workload, server)
@@ -119,12 +127,22 @@ class Offer:
         """With a rate, or a concurrency, by what the server can do."""
         self.bench.observer.step("finding the capacity in a closed loop")
         seqs = effective(self.job.flags, self.job.server)["max_num_seqs"]
-        seconds = CAPACITY_SHARE * self.job.run_seconds
+        seconds = CAPACITY_SHARE * (self.job.run_seconds or DEFAULT_RUN_SECONDS)
         found = find_capacity(server, workload, self.job.seed, seconds, self.bench.run, seqs)
         _, concurrency, rate = found[-1]
         if self.slo.saturated:
             return replace(survey, capacity=found, concurrency=concurrency)
         return replace(survey, capacity=found, rate=OFFERED_SHARE * rate)
+
+    def _run_seconds(self, start_seconds: float) -> float:
+        """As asked for. Else what a start takes, which every trial pays anyway: a run as long makes the trial
+        half as dear again, and says twice as much as one of half the length.
+        """
+        job = self.job
+        if job.run_seconds is not None or job.simulated or self.trace is not None:
+            return job.run_seconds or DEFAULT_RUN_SECONDS
+        most = LONGEST_RUN if job.budget is None else min(LONGEST_RUN, RUN_SHARE * job.budget)
+        return max(DEFAULT_RUN_SECONDS, min(start_seconds, most))
 
     def blind_survey(self) -> Survey:
         """For a baseline that does not come up: what the job and the program say."""
@@ -138,6 +156,7 @@ class Offer:
             rate=self.rate,
             concurrency=self.job.concurrency,
             scale=self.job.scale,
+            run_seconds=self._run_seconds(0.0),
             version=version,
             known=told.flags,
         )

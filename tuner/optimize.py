@@ -243,11 +243,12 @@ class Optimizer:
         baseline = self.study.baseline
         assert baseline is not None, "the baseline is told before the plan is made"
         start, total = baseline.seconds["start"], baseline.seconds["total"]
-        seconds = self.load.run_seconds if self.offer.known(self.survey) else self.job.run_seconds
+        seconds = self.load.run_seconds if self.offer.known(self.survey) else self.survey.run_seconds
         run = max(
             seconds, seconds + (total - start - seconds) / 2
         )  # a trial has two loads, and so two drains
-        pairs = self.job.pairs or choose_pairs(self.job.budget, start, run)
+        exclusive = self.bench.target.exclusive
+        pairs = self.job.pairs or choose_pairs(self.job.budget, start, run, exclusive)
         self.plan = Plan(
             start_seconds=start,
             trial_seconds=max(total, seconds),
@@ -257,6 +258,7 @@ class Optimizer:
             max_trials=self.job.trials,
             spent_seconds=self.clock.spent,
             loads_seconds=self._loads_seconds(start),
+            exclusive=exclusive,
         )
         if self.bench.target.restartable:
             self.observer.note(self.plan.describe())

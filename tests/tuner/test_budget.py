@@ -76,6 +76,8 @@ def test_pairs_follow_the_budget_within_limits():
     assert choose_pairs(570.0, 5.0, 25.0) == 4
     assert choose_pairs(1e5, 5.0, 25.0) == MAX_PAIRS
     assert choose_pairs(None, 5.0, 25.0) == MAX_PAIRS
+    assert choose_pairs(1000.0, 40.0, 25.0) == 6
+    assert choose_pairs(1000.0, 40.0, 25.0, exclusive=True) == 4
 
 
 def test_time_that_is_left_is_for_more_pairs_of_one_candidate_or_of_two():

@@ -1,10 +1,15 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 from analytic_target import AnalyticServer, AnalyticTarget
 
 from loadgen.workload import preset
+from tuner.job import Job
+from tuner.observer import Observer
+from tuner.offer import Offer
 from tuner.runs.survey import FIRST_BURST, Survey, find_capacity, fitting_scale, prefill_speed
+from tuner.slo import PRESETS
 
 MIXED = preset("mixed", max_model_len=8192)
 
@@ -61,3 +66,24 @@ def test_a_survey_says_what_it_found():
 def test_prompts_are_scaled_to_the_context_and_to_a_slow_device(speed, longest):
     scaled = preset("mixed", max_model_len=8192, scale=fitting_scale("mixed", 8192, speed))
     assert max(cls.prompt.high for cls in scaled.classes) == pytest.approx(longest, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("start", "job", "seconds"),
+    [
+        (2.0, {}, 20.0),
+        (40.0, {"budget": 2400.0}, 40.0),
+        (40.0, {"budget": 600.0}, 20.0),
+        (40.0, {"budget": 1200.0}, 30.0),
+        (300.0, {"budget": None, "trials": 5}, 90.0),
+        (40.0, {"budget": 2400.0, "run_seconds": 12.0}, 12.0),
+        (40.0, {"budget": 2400.0, "target": "simulated:h100"}, 20.0),
+    ],
+    ids=["quick", "slow", "short of time", "some time", "minutes", "as asked", "simulated"],
+)
+def test_a_run_is_as_long_as_a_start(start, job, seconds):
+    served = server()
+    served.start_seconds = start
+    bench = SimpleNamespace(run=run, observer=Observer())
+    survey = Offer(Job(rate=1.0, **job), PRESETS["itl"], bench).survey(served)
+    assert survey.run_seconds == seconds

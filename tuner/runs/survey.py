@@ -14,6 +14,7 @@ from loadgen.record import Records
 from loadgen.target import OpenTarget
 from loadgen.workload import REFERENCE_CONTEXT, Schedule, Workload, preset
 from loadgen.workload_file import is_file
+from tuner.job import DEFAULT_RUN_SECONDS
 from tuner.runs.load import capacity_schedule, prefill_schedule
 from tuner.runs.result import without_nan
 
@@ -50,6 +51,8 @@ class Survey:
     """The server's; "" where it does not say."""
     known: Mapping[str, Any] = field(default_factory=dict)
     """Flags that the server chose by itself, as its start tells them."""
+    run_seconds: float = DEFAULT_RUN_SECONDS
+    """Length of a run."""
     memory: Mapping[str, Any] | None = None
     """Its memory plan (``tuner.space.memory.MemoryPlan``), where its log tells one."""
 
