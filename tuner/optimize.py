@@ -151,6 +151,7 @@ class Optimizer:
             return
         if (offered := self.offer.flags) is not None and offered.version:
             self.observer.note(f"{offered.program}: version {offered.version}")
+        began = self.bench.target.clock()
         try:
             with self.bench.open(self.job.flags) as server:
                 told = self._start_log(server)  # before a load fills its log
@@ -161,7 +162,9 @@ class Optimizer:
         except ServerFailed as failure:
             self._begin(self.offer.blind_survey())
             proposal = self._proposed_baseline()
-            self._tell(proposal, Attempt(self.bench, proposal).failed(str(failure), failure.log_tail))
+            attempt = Attempt(self.bench, proposal)
+            attempt.begun = began  # a server that hangs as it starts has cost its time
+            self._tell(proposal, attempt.failed(str(failure), failure.log_tail))
 
     def _baseline_told(self) -> bool:
         """Whether the study has it, by whichever worker; asked before there is a space."""
@@ -231,7 +234,6 @@ class Optimizer:
         strategy = self.study.strategy
         if not isinstance(strategy, ModelStrategy) or not self.offer.known(self.survey):
             return
-        self.observer.step("simulating configs")
         with self.spending("simulation"):
             simulator = self.simulator()
         if simulator is not None:

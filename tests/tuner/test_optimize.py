@@ -161,6 +161,22 @@ def test_a_baseline_that_does_not_start_does_not_end_the_study(make):
     assert "Your own config does not serve" in outcome.sentence
 
 
+def test_a_baseline_that_hangs_as_it_starts_has_cost_its_time(make, monkeypatch):
+    seconds = 1000.0
+
+    def hang(config):
+        nonlocal seconds
+        seconds += 120.0
+        does_not_start(config)
+
+    target = AnalyticTarget(start_fault=hang)
+    monkeypatch.setattr(target, "clock", lambda: seconds)
+    optimizer = make(target, trials=1, prior="none")
+    optimizer.run()
+    assert [r.seconds["total"] for r in launches(optimizer)] == [120.0, 120.0]
+    assert optimizer.plan.trial_seconds == 120.0
+
+
 def test_requests_that_fail_make_a_config_infeasible_with_the_cause(make):
     target = AnalyticTarget(failing=lambda config: config["max_num_batched_tokens"] < 2048)
     optimizer = make(target, fix=("all",), vary={"max_num_batched_tokens": None})
