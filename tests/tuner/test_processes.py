@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 
+import psutil
 import pytest
 import vtune_process
 from vtune_process import PATIENCE_SECONDS, VTUNE, assert_no_server_is_left, target, wait_for
@@ -163,6 +164,7 @@ def test_a_second_ctrl_c_is_harder_and_leaves_no_server(start, tmp_path):
         ("oom", "out_of_memory"),
         ("error-in-stream", "requests failed"),
         ("die-mid-run:6", "died under load: out_of_memory"),
+        ("killed-mid-run:6", "died under load: killed"),
     ],
 )
 def test_a_server_with_a_fault_ends_in_no_feasible_config(run, tmp_path, fault, reason):
@@ -176,12 +178,57 @@ def test_a_server_with_a_fault_ends_in_no_feasible_config(run, tmp_path, fault, 
     assert_no_server_is_left(tmp_path)
 
 
+def test_a_port_that_is_always_taken_ends_the_run_with_what_to_do(run, tmp_path):
+    ran = run(fake=("--fault", "port"))
+    assert ran.returncode == 2
+    assert "If the command sets the port itself, write {port} where it goes" in ran.stderr
+    assert ran.stderr.count("address already in use") == 1
+    assert "go on with: vtune optimize --study s" in ran.stderr
+    assert_no_server_is_left(tmp_path)
+
+
+def test_a_load_generator_that_is_killed_costs_nothing_but_time(start, tmp_path):
+    process = start()
+    wait_for(tmp_path / "stderr", "load 1 of 2", times=2)
+    clients = []
+    while not clients:
+        children = psutil.Process(process.pid).children()
+        clients = [child for child in children if "loadgen.worker" in child.cmdline()]
+    clients[0].kill()
+    process.communicate(timeout=PATIENCE_SECONDS)
+    assert process.returncode == 0
+    assert "is lost, and tried again: the client process ended" in (tmp_path / "stderr").read_text()
+    assert len(launched(tmp_path)) == 1 + 2
+    assert not [t for t in trials(tmp_path) if t.state.name == "RUNNING"]
+    assert_no_server_is_left(tmp_path)
+
+
+def test_a_clock_that_jumps(run, tmp_path, monkeypatch):
+    """In this process and in those that it starts: a day back or forth whenever it is read."""
+    jumping = (
+        "import itertools, time\n"
+        "jumps, seconds, nanoseconds = itertools.cycle((86400, -86400)), time.time, time.time_ns\n"
+        "time.time = lambda: seconds() + next(jumps)\n"
+        "time.time_ns = lambda: nanoseconds() + next(jumps) * 10**9\n"
+    )
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path" / "sitecustomize.py").write_text(jumping)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
+    ran = run(trials=1)
+    assert ran.returncode == 0, ran.stderr
+    assert "Traceback" not in ran.stderr
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert 0 < report["seconds"] < 3600
+    assert all(0 <= r["seconds"]["total"] < 3600 for r in launched(tmp_path))
+
+
 def test_records_that_cannot_be_written(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "trials").write_text("in the way")
     ran = run()
     assert ran.returncode == 2
     assert "error: cannot write" in ran.stderr
+    assert "what was measured is kept; go on with: vtune optimize --study s --out out" in ran.stderr
     assert "Traceback" not in ran.stderr
     assert_no_server_is_left(tmp_path)
     (tmp_path / "out" / "trials").unlink()
