@@ -227,14 +227,14 @@ FAULTS = (
                 engine={
                     "speculative_config": _NGRAM,
                     "num_gpu_blocks_override": blocks,
-                    "max_model_len": 8192,
+                    "max_model_len": 2048,
                 },
                 acceptance=0.8,
             )
             for load, blocks in (
-                (_chat(128, 60, 150), 1500),  # short contexts, of which the drafts' slots are a large part
-                (_chat(96, 50, 120), 800),
-                (_chat(192, 80, 140), 2000),
+                (_chat(48, 60, 150), 430),  # short contexts, of which the drafts' slots are a large part
+                (_chat(40, 50, 120), 290),
+                (_chat(56, 80, 140), 530),
             )
         ),
         also=frozenset({"kv-pressure"}),
