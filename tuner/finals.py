@@ -8,7 +8,7 @@ from typing import Any
 
 from loadgen.compare import compare
 from loadgen.target import TargetFailed
-from tuner.budget import MIN_PAIRS, Clock, Plan
+from tuner.budget import MAX_PAIRS, MIN_PAIRS, Clock, Plan
 from tuner.confirm import Confirmation, assess, record_directory
 from tuner.job import Job
 from tuner.outcome import Outcome, as_it_runs, better, broken, refuted, unconfirmed, without_confirmation
@@ -51,7 +51,7 @@ class Finals:
         if baseline.status == "failed":
             return unconfirmed(first, baseline, study.space, slo, ended)
         observer.phase("confirmation")
-        candidate, outcome = first, self._confirmed(first, baseline, max(self.plan.pairs, self._pairs(2)))
+        candidate, outcome = first, self._confirmed(first, baseline, self._first_pairs())
         for _ in range(MAX_CONFIRMED - 1):
             pairs = self._pairs(1)
             if outcome.kind == "better" or not pairs or not (safer := study.candidates(refused=candidate)):
@@ -60,6 +60,11 @@ class Finals:
             candidate = safer[0]
             outcome = self._confirmed(candidate, baseline, pairs)
         return outcome
+
+    def _first_pairs(self) -> int:
+        """Of the first candidate: all that is left of the budget, unless half of it is enough for proof."""
+        half, all_of_it = self._pairs(2), self._pairs(1)
+        return max(self.plan.pairs, half if half >= MAX_PAIRS else all_of_it)
 
     def _pairs(self, candidates: int) -> int:
         """Of runs of the next one, where time is left for so many; 0: too little for one more."""
