@@ -12,6 +12,8 @@ MIN_PAIRS, MAX_PAIRS, MOST_PAIRS = 3, 8, 16
 """Of a confirmation: the least, the most that time is kept for, the most where the search leaves time."""
 CONFIRM_SHARE = 0.45
 """Share of a time budget that the confirmation may take, unless MIN_PAIRS need more."""
+FEW_TRIALS = 5
+"""Trials beside the baseline that a budget should afford."""
 LOADS_SHARE, LOADS_CONFIGS = 0.25, 3
 """Of a budget, at most this share for the comparison at other loads; so many configs are measured there."""
 PAUSE = 2.0
@@ -104,6 +106,18 @@ class Plan:
         """Trials beside the baseline that fit."""
         by_time = self.search_seconds / self.trial_seconds if self.trial_seconds > 0 else math.inf
         return int(min(by_time, math.inf if self.max_trials is None else self.max_trials))
+
+    @property
+    def shortage(self) -> str:
+        """What a budget that affords no trial would have to be."""
+        assert self.budget_seconds is not None, "without a budget every trial is afforded"
+        spent, confirm, trial = self.spent_seconds, self.confirm_seconds, self.trial_seconds
+        wanted = math.ceil((spent + confirm + self.loads_seconds + FEW_TRIALS * trial) / 60)
+        return (
+            f"the budget of {format_seconds(self.budget_seconds)} affords no other trial: "
+            f"{format_seconds(spent)} are spent, the confirmation takes {format_seconds(confirm)}, "
+            f"a trial {format_seconds(trial)}. Give --budget {wanted}m, or a shorter --run-time"
+        )
 
     def describe(self) -> str:
         trial, confirm = format_seconds(self.trial_seconds), format_seconds(self.confirm_seconds)

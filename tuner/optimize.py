@@ -330,6 +330,8 @@ class Optimizer:
         if len(launched) >= MAX_FAILURES and all(r.status == "failed" for r in launched):
             return f"nothing served in {len(launched)} launches"
         if self._trials_left() < 1:
+            if len(launched) == 1 and self.plan is not None and self.job.budget is not None:
+                return self.plan.shortage
             return f"{len(launched) - 1} trials were afforded"
         return ""
 

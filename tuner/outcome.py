@@ -102,15 +102,15 @@ def without_confirmation(
     """The outcome where no other config is worth a confirmation."""
     launched = [r for r in results if r.launched]
     if baseline.feasible:
-        tried = {0: "no other config was tried", 1: "the other config measured no better within the SLO"}.get(
-            len(launched) - 1, f"none of {len(launched) - 1} other configs measured better within the SLO"
-        )
+        others = len(launched) - 1
+        tried = f"none of {others} other configs measured better within the SLO"
+        if others == 1:
+            tried = "the other config measured no better within the SLO"
         value = format_value(slo.objective.metric, baseline.value(slo.objective))
-        return Outcome(
-            "baseline",
-            f"Nothing beats your config: {label(slo.objective.name)} {value}, and {tried}",
-            ended,
-        )
+        sentence = f"Nothing beats your config: {label(slo.objective.name)} {value}, and {tried}"
+        if len(launched) == 1:
+            sentence = f"Your config was compared with none ({label(slo.objective.name)} {value}): {ended}"
+        return Outcome("baseline", sentence, ended)
     served = [r for r in launched if r.status != "failed"]
     if not served:
         reason = launched[-1].reason if launched else "none was launched"

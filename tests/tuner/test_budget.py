@@ -91,3 +91,10 @@ def test_time_that_is_left_is_for_more_pairs_of_one_candidate_or_of_two():
 
 def test_the_clock_goes_on_from_what_was_spent():
     assert Clock(100.0).spent >= 100.0
+
+
+def test_a_budget_that_affords_no_trial_says_which_would():
+    short = plan(budget_seconds=280.0)
+    assert short.affordable_trials == 0
+    assert "Give --budget 8m" in short.shortage
+    assert plan(budget_seconds=480.0).affordable_trials >= 5
