@@ -31,7 +31,7 @@ model: setup  ## Fetch the bundled model (93 MB, once) into the cache
 	$(BIN)/python -m engine.bundled
 
 demo: model  ## The main job: find flags for a flat inter-token latency, prove them, write a report
-	$(BIN)/vtune optimize --slo itl --workload mixed --budget 10m --flags "$(DEMO_FLAGS)" --out $(OUT)
+	$(BIN)/vtune optimize --slo itl --workload mixed --budget 12m --flags "$(DEMO_FLAGS)" --out $(OUT)
 
 check: setup  ## Formatter, linter, types, import contracts, links, documented commands
 	$(BIN)/ruff format --check .

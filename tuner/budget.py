@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 MIN_PAIRS, MAX_PAIRS, MOST_PAIRS = 3, 8, 16
 """Of a confirmation: the least, the most that time is kept for, the most where the search leaves time."""
-CONFIRM_SHARE = 0.45
+CONFIRM_SHARE = 0.5
 """Share of a time budget that the confirmation may take, unless MIN_PAIRS need more."""
 FEW_TRIALS = 5
 """Trials beside the baseline that a budget should afford."""

@@ -73,10 +73,10 @@ def test_the_plan_says_what_it_rests_on():
 
 def test_pairs_follow_the_budget_within_limits():
     assert choose_pairs(60.0, 5.0, 25.0) == MIN_PAIRS
-    assert choose_pairs(570.0, 5.0, 25.0) == 4
+    assert choose_pairs(570.0, 5.0, 25.0) == 5
     assert choose_pairs(1e5, 5.0, 25.0) == MAX_PAIRS
     assert choose_pairs(None, 5.0, 25.0) == MAX_PAIRS
-    assert choose_pairs(1000.0, 40.0, 25.0) == 6
+    assert choose_pairs(1000.0, 40.0, 25.0) == 7
     assert choose_pairs(1000.0, 40.0, 25.0, exclusive=True) == 4
 
 

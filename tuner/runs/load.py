@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -79,7 +80,7 @@ class Load:
     @property
     def _count(self) -> int:
         assert self.rate is not None, "a closed loop has a duration, not a number of requests"
-        return DECK * max(1, round(self.rate * self.seconds / DECK))
+        return DECK * math.ceil(self.rate * self.seconds / DECK)
 
     def rungs(self) -> tuple[Schedule, Schedule]:
         """The two schedules of every trial, which together are one run. The second finds the server warm."""
