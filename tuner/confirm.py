@@ -96,12 +96,19 @@ def assess(
     Where the baseline itself misses the SLO, holding it is what counts, and no gain is asked of the
     objective.
     """
-    sides = [
+    a, b = (
         [Run(getattr(pair, side), seconds[pair.seed]) for pair in comparison.pairs] for side in ("a", "b")
-    ]
-    a, b = (Pooled.of(runs, slo) for runs in sides)
-    judged = judge(a, b, slo, trial, baseline_feasible, _percentile_intervals(slo, *sides))
+    )
+    judged = judge_runs(a, b, slo, trial, baseline_feasible)
     return replace(judged, together=comparison.together, notes=comparison.notes)
+
+
+def judge_runs(
+    a: Sequence[Run], b: Sequence[Run], slo: Slo, trial: int, baseline_feasible: bool
+) -> Confirmation:
+    """As :func:`assess`, of runs that belong together two by two."""
+    intervals = _percentile_intervals(slo, a, b)
+    return judge(Pooled.of(a, slo), Pooled.of(b, slo), slo, trial, baseline_feasible, intervals)
 
 
 def judge(

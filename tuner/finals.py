@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from tuner.budget import MAX_PAIRS, MIN_PAIRS, Clock, Plan
 from tuner.confirm import Confirmation, assess, record_directory
 from tuner.job import Job
 from tuner.outcome import Outcome, as_it_runs, better, broken, refuted, unconfirmed, without_confirmation
+from tuner.rehearsal import MOST, Fate, Rehearsal
 from tuner.runs.load import Traffic, span
 from tuner.runs.measure import goodput_bounds
 from tuner.runs.result import TrialResult
@@ -37,6 +38,7 @@ class Finals:
     load: Callable[[], Traffic]
     flags: Callable[[Config], Mapping[str, Any]]
     ended: str
+    rehearsal: Rehearsal | None = None
 
     def outcome(self) -> Outcome:
         """Raises SetupFailed and KeyboardInterrupt."""
@@ -45,7 +47,8 @@ class Finals:
         assert baseline is not None, "a search begins with the baseline"
         if not self.bench.target.restartable:
             return as_it_runs(baseline, self.bench.target.name, slo, ended)
-        first = next((c for c in study.candidates() if self._worth_confirming(c, baseline)), None)
+        worth = [c for c in study.candidates() if self._worth_confirming(c, baseline)]
+        first = next(iter(self._rehearsed(worth)), None)
         if first is None:
             return without_confirmation(study.results, baseline, study.space, slo, ended)
         if baseline.status == "failed":
@@ -57,9 +60,17 @@ class Finals:
             if outcome.kind == "better" or not pairs or not (safer := study.candidates(refused=candidate)):
                 break
             observer.note(f"{outcome.sentence}. There is time for the next best")
-            candidate = safer[0]
+            candidate = self._rehearsed(safer)[0]
             outcome = self._confirmed(candidate, baseline, pairs)
         return outcome
+
+    def _rehearsed(self, candidates: Sequence[TrialResult]) -> list[TrialResult]:
+        """First those that a simulation expects to come through, where there is one."""
+        if self.rehearsal is None:
+            return list(candidates)
+        self.bench.observer.step("rehearsing the confirmation in simulation")
+        fates = {r.number: self.rehearsal.fate(r.config) for r in candidates[:MOST]}
+        return sorted(candidates, key=lambda r: fates.get(r.number, Fate.REFUSED))
 
     def _first_pairs(self) -> int:
         """Of the first candidate: all that is left of the budget, unless half of it is enough for proof."""

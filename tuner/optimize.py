@@ -21,6 +21,7 @@ from tuner.outcome import (
     Outcome,
     describe_trial,
 )
+from tuner.rehearsal import Rehearsal
 from tuner.report.cost import SPENT_ON
 from tuner.runs.load import Traffic, span
 from tuner.runs.result import TrialResult
@@ -40,6 +41,8 @@ from tuner.workers.crew import Crew
 
 FEW = 10
 """Trials below which a practitioner's starting point is tried also where a prior knows better."""
+SURE_TRIALS = 2
+"""Of the last trials, those before which a simulation is asked what holds on other loads."""
 PRESCRIBED_SHARE = 4
 """Of the trials, one in so many may be the doctor's, and one in any case."""
 MAX_FAILURES = 5
@@ -61,6 +64,7 @@ class Optimizer:
     study: Study = field(init=False)
     survey: Survey = field(init=False)
     plan: Plan | None = field(init=False, default=None)
+    rehearsal: Rehearsal | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.slo: Slo = parse_slo(self.job.slo)
@@ -104,7 +108,16 @@ class Optimizer:
         assert self.plan is not None, "the confirmation follows the plan"
         job, slo, study = self.job, self.slo, self.study
         return Finals(
-            job, slo, self.bench, study, self.plan, self.clock, lambda: self.load, self.flags, ended
+            job,
+            slo,
+            self.bench,
+            study,
+            self.plan,
+            self.clock,
+            lambda: self.load,
+            self.flags,
+            ended,
+            self.rehearsal,
         )
 
     @contextmanager
@@ -237,8 +250,11 @@ class Optimizer:
         with self.spending("simulation"):
             simulator = self.simulator()
         if simulator is not None:
-            strategy.prior = SimulatedPrior(simulator, self.load, self.slo, self.flags)
-            self.observer.note(f"prior: {strategy.prior.source}")
+            strategy.prior = prior = SimulatedPrior(simulator, self.load, self.slo, self.flags)
+            self.observer.note(f"prior: {prior.source}")
+            baseline = self.study.baseline
+            if baseline is not None and baseline.feasible:
+                self.rehearsal = Rehearsal(prior, self.load, self.slo, baseline.config)
 
     def _make_plan(self) -> None:
         """Needs the baseline's costs; one that failed is taken to cost what a run takes."""
@@ -289,10 +305,11 @@ class Optimizer:
                 if over := self._over():
                     return over
                 self._queue_simpler()
+                self._queue_sure()
                 with self.spending("choosing"):
                     proposal = self.study.propose()
                 if proposal is None:
-                    if self._queue_simpler(last=True):
+                    if self._queue_simpler(last=True) or self._queue_sure(last=True):
                         continue
                     return self.study.strategy.exhausted
                 self.crew.begins(proposal)
@@ -368,6 +385,18 @@ class Optimizer:
             self.study.enqueue(c, f"best without {flag}") for flag, c in simpler if not space.refusals(c)
         ]
         return any(queued)
+
+    def _queue_sure(self, last: bool = False) -> bool:
+        """With the ``last`` trials: the best config of which a simulation is sure, if it was not tried.
+
+        Returns whether there is one.
+        """
+        if self.rehearsal is None or not (last or self._trials_left() <= SURE_TRIALS):
+            return False
+        with self.spending("simulation"):
+            config = self.rehearsal.best()
+        why = "simulated on other loads: holds every bound"
+        return config is not None and self.study.enqueue(config, why)
 
     def _trial(self, proposal: Proposal, server: OpenTarget | None = None) -> None:
         space = self.study.space

@@ -32,7 +32,7 @@ from tuner.workers.storage import Heartbeat, Patience, open_storage, open_study
 
 HEARTBEAT = Heartbeat(interval=0.1, grace=600.0)
 """However slowly a machine's tests run, nobody is taken for dead but by :meth:`Crew.bury`."""
-JOB = Job(rate=1.0, budget=None, trials=4, run_seconds=20.0, pairs=2, strategy="random", prior="none")
+JOB = Job(rate=1.0, budget=None, trials=4, run_seconds=20.0, pairs=4, strategy="random", prior="none")
 optuna.storages.RDBStorage("sqlite://").engine.dispose()  # sets up what every fork then has
 FORK = multiprocessing.get_context("fork")
 PATIENCE_SECONDS = 540.0

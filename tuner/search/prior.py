@@ -13,6 +13,7 @@ from typing import Any
 
 from loadgen.target import Target, TargetFailed
 from loadgen.targets.simulated import HERE, PREFIX, SimulatedTarget
+from loadgen.workload import Schedule
 from tuner.runs.load import Traffic, span
 from tuner.runs.measure import Run, measure
 from tuner.slo import Slo
@@ -64,6 +65,14 @@ class SimulatedPrior(Prior):
         self.source = f"{target.name}: {target.estimate}"
         self._target, self._slo, self._flags = target, slo, flags
         self._schedules = load.rungs()
+
+    def runs(self, config: Config, schedules: Iterable[Schedule]) -> list[Run]:
+        """Under other loads than the trials'; none where no server comes up."""
+        try:
+            with self._target.open(self._flags(config)) as server:
+                return [Run(server.run(schedule), span(schedule)) for schedule in schedules]
+        except TargetFailed:
+            return []
 
     def predict(self, config: Config) -> Prediction:
         try:

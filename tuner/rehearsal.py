@@ -1,0 +1,99 @@
+"""A confirmation in virtual time: which configs a simulation expects to come through it.
+
+Every trial of a study has the same requests at the same times, so that trials differ by their configs alone.
+What they say of a tail or a bound is then true of that load, and the config that just holds a bound there
+misses it on others as often as not. A simulation costs no launch: it runs configs and the baseline under
+loads that nobody has had.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from enum import IntEnum
+
+from loadgen.slo import name_of
+from tuner.confirm import Confirmation, judge_runs
+from tuner.runs.load import Traffic
+from tuner.runs.measure import Run
+from tuner.search.prior import Prediction, SimulatedPrior
+from tuner.slo import Slo
+from tuner.space.config import Config, config_key
+
+MOST = 24
+"""Configs that are rehearsed at once."""
+ALIKE = 0.02
+"""Objectives that differ by less (in logarithm) are the same."""
+CHANGE = 0.05
+"""What every change must gain."""
+PAIRS, FIRST = 6, 64
+"""Pairs of simulated runs, and the first seed's place: behind those of any confirmation."""
+
+
+class Fate(IntEnum):
+    SURE = 0
+    """Every bound is held by the whole of its interval."""
+    LIKELY = 1
+    """It would be confirmed."""
+    REFUSED = 2
+
+
+class Rehearsal:
+    """Of configs against ``baseline``; each is simulated once."""
+
+    def __init__(self, prior: SimulatedPrior, load: Traffic, slo: Slo, baseline: Config) -> None:
+        seeds = load.confirmation_seeds(FIRST + PAIRS)[FIRST:]
+        self._schedules = [load.confirmation(seed) for seed in seeds]
+        self._prior, self._slo, self._baseline = prior, slo, baseline
+        self._own = self._runs(baseline)
+        self._fates: dict[str, Fate] = {}
+
+    def fate(self, config: Config) -> Fate:
+        key = config_key(config)
+        if key not in self._fates:
+            self._fates[key] = self._judged(self._runs(config))
+        return self._fates[key]
+
+    def best(self) -> Config | None:
+        """Of what the prior knows, the sure config with the best objective; a change must be worth it."""
+        objective, known = self._slo.objective, self._prior.known
+        own = known.get(config_key(self._baseline))
+        if own is None:
+            return None
+        bounds = self._slo.resolve(lambda metric, cls: own.values.get(name_of(metric, cls), math.nan))
+
+        def promising(found: Prediction) -> bool:
+            held = all(b.violation(found.values[b.name]) <= 0 for b in bounds if b.name in found.values)
+            return not found.failure and held and found.config != self._baseline
+
+        def cost(found: Prediction) -> float:
+            value = found.values[objective.name]
+            changes = sum(found.config[flag] != value for flag, value in self._baseline.items())
+            return (value if objective.direction == "minimize" else -value) * (1 + CHANGE * changes)
+
+        alike: dict[
+            int, Config
+        ] = {}  # knobs without effect make many of the same figures: the simplest stands
+        for found in sorted(filter(promising, known.values()), key=cost):
+            alike.setdefault(round(math.log(found.values[objective.name]) / ALIKE), found.config)
+        tried = itertools.islice(alike.values(), MOST)
+        return next((config for config in tried if self.fate(config) is Fate.SURE), None)
+
+    def _runs(self, config: Config) -> list[Run]:
+        return self._prior.runs(config, self._schedules)
+
+    def _judged(self, runs: list[Run]) -> Fate:
+        if not runs or not self._own:
+            return Fate.REFUSED
+        expected = judge_runs(self._own, runs, self._slo, trial=0, baseline_feasible=True)
+        if not expected.confirmed:
+            return Fate.REFUSED
+        return Fate.SURE if self._holds_all(expected) else Fate.LIKELY
+
+    def _holds_all(self, expected: Confirmation) -> bool:
+        """Every bound that is relative to the baseline, at the worse end of its interval too."""
+        changes = ((bound, expected.change(bound.metric)) for bound in self._slo.relative)
+        return all(
+            change.high <= bound.factor if bound.op == "<=" else change.low >= bound.factor
+            for bound, change in changes
+        )
