@@ -17,10 +17,7 @@ from tuner.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_
 from tuner.finals import Finals
 from tuner.job import Job
 from tuner.offer import Offer
-from tuner.outcome import (
-    Outcome,
-    describe_trial,
-)
+from tuner.outcome import Outcome, describe_trial
 from tuner.rehearsal import Rehearsal
 from tuner.report.cost import SPENT_ON
 from tuner.runs.load import Traffic, span

@@ -25,7 +25,7 @@ MOST = 24
 ALIKE = 0.02
 """Objectives that differ by less (in logarithm) are the same."""
 CHANGE = 0.05
-"""What every change must gain."""
+"""What every change must gain (in logarithm)."""
 PAIRS, FIRST = 6, 64
 """Pairs of simulated runs, and the first seed's place: behind those of any confirmation."""
 
@@ -63,17 +63,19 @@ class Rehearsal:
         bounds = self._slo.resolve(lambda metric, cls: own.values.get(name_of(metric, cls), math.nan))
 
         def promising(found: Prediction) -> bool:
+            if found.failure or found.config == self._baseline:
+                return False
             held = all(b.violation(found.values[b.name]) <= 0 for b in bounds if b.name in found.values)
-            return not found.failure and held and found.config != self._baseline
+            return held and 0 < found.values[objective.name] < math.inf
 
         def cost(found: Prediction) -> float:
-            value = found.values[objective.name]
-            changes = sum(found.config[flag] != value for flag, value in self._baseline.items())
-            return (value if objective.direction == "minimize" else -value) * (1 + CHANGE * changes)
+            """In logarithm, of which every change takes its part."""
+            value = math.log(found.values[objective.name])
+            changes = sum(found.config[flag] != own for flag, own in self._baseline.items())
+            return (value if objective.direction == "minimize" else -value) + CHANGE * changes
 
-        alike: dict[
-            int, Config
-        ] = {}  # knobs without effect make many of the same figures: the simplest stands
+        # Knobs without effect make many configs of the same figures: the simplest stands for them.
+        alike: dict[int, Config] = {}
         for found in sorted(filter(promising, known.values()), key=cost):
             alike.setdefault(round(math.log(found.values[objective.name]) / ALIKE), found.config)
         tried = itertools.islice(alike.values(), MOST)

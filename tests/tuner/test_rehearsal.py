@@ -1,24 +1,31 @@
 """Which configs a simulation expects to come through a confirmation."""
 
+import math
+
 import pytest
 from analytic_target import AnalyticTarget
 
 from loadgen.workload import preset
 from tuner.rehearsal import Fate, Rehearsal
 from tuner.runs.load import Load
-from tuner.search.prior import SimulatedPrior
+from tuner.search.prior import Prediction, SimulatedPrior
 from tuner.slo import PRESETS
+from tuner.space.config import config_key
 
 LOAD = Load(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)
 BASELINE = {"max_num_batched_tokens": 2048}
 
 
-def rehearsal(asked=(), **target):
+def rehearsal(asked=(), slo=PRESETS["itl"], told=None, **target):
+    """``told``: predictions in place of simulated ones, by max_num_batched_tokens."""
     analytic = AnalyticTarget(**target)
     analytic.estimate = "analytic"
-    prior = SimulatedPrior(analytic, LOAD, PRESETS["itl"], lambda config: config)
+    prior = SimulatedPrior(analytic, LOAD, slo, lambda config: config)
     prior.ask([BASELINE, *({"max_num_batched_tokens": tokens} for tokens in asked)])
-    return Rehearsal(prior, LOAD, PRESETS["itl"], BASELINE)
+    for tokens, values in (told or {}).items():
+        config = {"max_num_batched_tokens": tokens}
+        prior.known[config_key(config)] = Prediction(config, values)
+    return Rehearsal(prior, LOAD, slo, BASELINE)
 
 
 @pytest.mark.parametrize(
@@ -39,3 +46,14 @@ def test_the_best_one_that_is_sure():
     assert rehearsal(asked=(32, 512, 1024)).best() == {"max_num_batched_tokens": 512}
     assert rehearsal(asked=(32,)).best() is None
     assert rehearsal().best() is None
+
+
+def test_predictions_without_a_figure_promise_nothing():
+    assert rehearsal(told={512: {"itl_p99": math.inf}, 1024: {"itl_p99": 0.0}}).best() is None
+
+
+def test_more_is_better_where_the_objective_is_a_rate(monkeypatch):
+    """The one that promises most is rehearsed first."""
+    most = rehearsal(slo=PRESETS["throughput"], told={512: {"throughput": 9.0}, 1024: {"throughput": 90.0}})
+    monkeypatch.setattr(most, "fate", lambda config: Fate.SURE)
+    assert most.best() == {"max_num_batched_tokens": 1024}
