@@ -73,6 +73,11 @@ class Confirmation:
     def change(self, name: str) -> Change:
         return next(change for change in self.changes if change.metric == name)
 
+    def surely_holds(self, bounds: Sequence[RelativeBound]) -> bool:
+        """Whether the whole of each one's interval does."""
+        changes = ((bound, self.change(bound.metric)) for bound in bounds)
+        return all(holds(b.on_ratio, c.ratio, c.low, c.high, 1.0) for b, c in changes)
+
     def files(self) -> dict[str, Path]:
         """Directory of each side's records, relative to the output directory."""
         return {side: record_directory(self.trial, side) for side in ("before", "after")}
@@ -219,7 +224,7 @@ def _missed(bound: Bound, b: Pooled) -> str:
 
 
 def _worse(bound: RelativeBound, change: Change) -> str:
-    doubt = _doubt(Bound(bound.metric, bound.op, bound.factor), change.ratio, change.low, change.high)
+    doubt = _doubt(bound.on_ratio, change.ratio, change.low, change.high)
     return doubt and f"{change.metric} {change}, the SLO asks for {bound.op} {bound.note}{doubt}"
 
 
@@ -227,10 +232,17 @@ def _doubt(bound: Bound, value: float, low: float, high: float) -> str:
     """Why it is not sure that ``bound`` is held by a value with a 95 % interval; "" where it is."""
     if bound.violation(value) > 0:
         return ": missed"
+    return "" if holds(bound, value, low, high, GUARD) else ": held too closely to be sure of it"
+
+
+def holds(bound: Bound, value: float, low: float, high: float, share: float) -> bool:
+    """Whether ``bound`` is held ``share`` of the way, in logarithms, from a value to the worse end of its
+    interval: by the value alone where there is no interval (NaN), by none whose worse end is open.
+    """
     worse = high if bound.op == "<=" else low
-    if not 0 < worse < math.inf or bound.violation(value * (worse / value) ** GUARD) <= 0:
-        return ""
-    return ": held too closely to be sure of it"
+    if value > 0 and not math.isnan(worse):
+        value *= (worse / value) ** share
+    return bound.violation(value) <= 0
 
 
 def _no_gain(slo: Slo, change: Change) -> str:

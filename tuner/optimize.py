@@ -21,14 +21,14 @@ from tuner.outcome import Outcome, describe_trial
 from tuner.rehearsal import Rehearsal
 from tuner.report.cost import SPENT_ON
 from tuner.runs.load import Traffic, span
-from tuner.runs.result import TrialResult
+from tuner.runs.result import BASELINE, TrialResult
 from tuner.runs.survey import Survey
 from tuner.search.from_doctor import Hints, of_trial, prescribed
 from tuner.search.model import ModelStrategy
 from tuner.search.prior import SimulatedPrior
 from tuner.search.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
 from tuner.search.strategies import make_strategy
-from tuner.search.study import BASELINE, Proposal, Study
+from tuner.search.study import Proposal, Study
 from tuner.slo import Slo, parse_slo
 from tuner.space.file import SpaceFile
 from tuner.space.space import Config, build_space, describe_changes, effective
@@ -40,6 +40,8 @@ FEW = 10
 """Trials below which a practitioner's starting point is tried also where a prior knows better."""
 SURE_TRIALS = 2
 """Of the last trials, those before which a simulation is asked what holds on other loads."""
+MOST_REPEATED, REPEATS = 3, 2
+"""Configs that are repeated at once, beside the baseline, and how often, where it is close."""
 PRESCRIBED_SHARE = 4
 """Of the trials, one in so many may be the doctor's, and one in any case."""
 MAX_FAILURES = 5
@@ -301,12 +303,13 @@ class Optimizer:
             with self.crew.turn(self.study):
                 if over := self._over():
                     return over
+                self._queue_close()
                 self._queue_simpler()
                 self._queue_sure()
                 with self.spending("choosing"):
                     proposal = self.study.propose()
                 if proposal is None:
-                    if self._queue_simpler(last=True) or self._queue_sure(last=True):
+                    if self._queue_last():
                         continue
                     return self.study.strategy.exhausted
                 self.crew.begins(proposal)
@@ -395,6 +398,28 @@ class Optimizer:
         why = "simulated on other loads: holds every bound"
         return config is not None and self.study.enqueue(config, why)
 
+    def _queue_close(self, last: bool = False) -> bool:
+        """With the ``last`` trials: configs of which a repeat could change what is recommended, and the
+        baseline to compare them with, under a draw of the load that nobody had.
+
+        Returns whether there are any.
+        """
+        left, results, baseline = self._trials_left(), self._launched(), self.study.baseline
+        if not last and (left > 1 + MOST_REPEATED or len(results) < FEW):
+            return False
+        draw = 1 + max(r.draw for r in results)
+        if left < 2 or draw > REPEATS or self.study.repeating or not baseline or not baseline.measurement:
+            return False
+        chosen = self.study.close()[: min(MOST_REPEATED, left - 1)]
+        for result in [baseline, *chosen] if chosen else ():
+            why = f"trial {result.number} again, on other requests: it is close"
+            self.study.enqueue(result.config, why, draw=draw)
+        return bool(chosen)
+
+    def _queue_last(self) -> bool:
+        """Whether anything is left to try, where the strategy has no more."""
+        return self._queue_simpler(last=True) or self._queue_sure(last=True) or self._queue_close(last=True)
+
     def _trial(self, proposal: Proposal, server: OpenTarget | None = None) -> None:
         space = self.study.space
         self.observer.budget(self.clock.spent, self.job.budget)
@@ -402,7 +427,7 @@ class Optimizer:
         self.observer.trial_begins(proposal.number, changes, proposal.origin)
         try:
             result = self.bench.trial(
-                proposal, self.flags(proposal.config), self._load, self._criteria(), server
+                proposal, self.flags(proposal.config), self._load, self._criteria(proposal.draw), server
             )
         except ClientKilled as error:
             self.study.interrupt(proposal, str(error), deaths=1)
@@ -433,9 +458,13 @@ class Optimizer:
         changed = {flag: new for flag, (_, new) in self.study.space.changes(config).items()}
         return {flag: value for flag, value in {**self.job.flags, **changed}.items() if value is not None}
 
-    def _criteria(self) -> Criteria:
-        """The baseline is measured in full, whatever its short rung says: bounds are relative to it."""
+    def _criteria(self, draw: int) -> Criteria:
+        """The baseline is measured in full, whatever its short rung says: bounds are relative to it. So are
+        repeats, against the baseline's own.
+        """
         baseline, best = self.study.baseline, self.study.best()
+        if draw and (own := self.study.baseline_again(draw) or baseline) and own.measurement:
+            return Criteria(self.slo, self.slo.resolve(own.measurement.value))
         if baseline is None or baseline.measurement is None or baseline.short is None:
             unmeasured = self.slo.resolve(lambda metric, cls: math.nan)
             return Criteria(self.slo, unmeasured, () if baseline is None else unmeasured)

@@ -13,7 +13,7 @@ import math
 from enum import IntEnum
 
 from loadgen.slo import name_of
-from tuner.confirm import Confirmation, judge_runs
+from tuner.confirm import judge_runs
 from tuner.runs.load import Traffic
 from tuner.runs.measure import Run
 from tuner.search.prior import Prediction, SimulatedPrior
@@ -90,12 +90,4 @@ class Rehearsal:
         expected = judge_runs(self._own, runs, self._slo, trial=0, baseline_feasible=True)
         if not expected.confirmed:
             return Fate.REFUSED
-        return Fate.SURE if self._holds_all(expected) else Fate.LIKELY
-
-    def _holds_all(self, expected: Confirmation) -> bool:
-        """Every bound that is relative to the baseline, at the worse end of its interval too."""
-        changes = ((bound, expected.change(bound.metric)) for bound in self._slo.relative)
-        return all(
-            change.high <= bound.factor if bound.op == "<=" else change.low >= bound.factor
-            for bound, change in changes
-        )
+        return Fate.SURE if expected.surely_holds(self._slo.relative) else Fate.LIKELY

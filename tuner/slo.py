@@ -49,6 +49,11 @@ class RelativeBound:
         return Bound(self.metric, self.op, self.factor * measure(self.metric, None), note=self.note)
 
     @property
+    def on_ratio(self) -> Bound:
+        """The same of what a config measured as a share of what the baseline did."""
+        return Bound(self.metric, self.op, self.factor)
+
+    @property
     def note(self) -> str:
         return f"{self.factor:g}x of the baseline's"
 

@@ -180,7 +180,7 @@ class Attempt:
     def measure(self, server: OpenTarget, load: Traffic, criteria: Criteria) -> TrialResult:
         """Both rungs on a server that is up, or one where that is enough. Raises RunFailed, Stuck."""
         self.start_seconds = server.start_seconds
-        short_load, rest = load.rungs()
+        short_load, rest = load.rungs(self.proposal.draw)
         broken = self._rung(server, short_load, "load 1 of 2")
         if broken:
             return self.failed(broken, server.log_tail())
@@ -257,6 +257,7 @@ class Attempt:
                 "total": self.bench.target.clock() - self.begun,
             },
             records=tuple(self.files),
+            draw=self.proposal.draw,
             **parts,
         )
 

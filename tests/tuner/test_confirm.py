@@ -1,9 +1,12 @@
+import math
+
 import pytest
 from analytic_target import AnalyticTarget
 
 from loadgen.compare import compare
+from loadgen.slo import Bound
 from loadgen.workload import preset
-from tuner.confirm import Change, assess
+from tuner.confirm import GUARD, Change, assess, holds
 from tuner.runs.load import Load, span
 from tuner.slo import PRESETS, parse_slo
 
@@ -79,3 +82,22 @@ def test_a_bound_that_is_only_just_held_is_not_held():
 
 def test_changes_without_a_ratio_say_so():
     assert str(Change("failed", 0, 0, float("nan"), float("nan"), float("nan"), 5)) == "0 -> 0 (n/a)"
+
+
+@pytest.mark.parametrize(
+    ("interval", "near", "all_of_it"),
+    [
+        ((0.9, 1.15), True, True),
+        ((0.9, 1.25), True, False),
+        ((0.9, 2.0), False, False),
+        ((0.0, math.inf), False, False),
+        ((math.nan, math.nan), True, True),
+    ],
+    ids=["wholly", "its near part", "hardly", "open", "none"],
+)
+def test_a_bound_is_held_so_far_towards_the_worse_end(interval, near, all_of_it):
+    bound = Bound("ttft_p95", "<=", 1.2)
+    assert holds(bound, 1.0, *interval, GUARD) == near
+    assert holds(bound, 1.0, *interval, 1.0) == all_of_it
+    mirrored = (1 / end if end else math.inf for end in reversed(interval))
+    assert holds(Bound("throughput", ">=", 1 / 1.2), 1.0, *mirrored, GUARD) == near

@@ -4,9 +4,9 @@ import optuna
 import pytest
 from analytic_target import measure
 
-from tuner.runs.result import SERVES, TrialResult
+from tuner.runs.result import BASELINE, SERVES, TrialResult
 from tuner.search.strategies import STRATEGIES
-from tuner.search.strategy import BASELINE, StaircaseStrategy
+from tuner.search.strategy import StaircaseStrategy
 from tuner.search.study import Study
 from tuner.slo import PRESETS
 from tuner.space.space import build_space, effective

@@ -31,6 +31,7 @@ from tuner.report.launch import Launch
 from tuner.report.pareto import Front, pareto_front
 from tuner.runs.measure import pooled
 from tuner.runs.result import Reading, TrialResult, without_nan
+from tuner.search.repeats import joined
 from tuner.slo import Slo
 from tuner.space.space import Space, describe_changes
 
@@ -121,7 +122,7 @@ class Facts:
 
     @cached_property
     def front(self) -> Front:
-        return pareto_front(r for r in self.results if r.status != "duplicate")
+        return pareto_front(joined(r for r in self.results if r.status != "duplicate"))
 
     @cached_property
     def coverage(self) -> Coverage:
@@ -131,7 +132,7 @@ class Facts:
     def curves(self) -> list[KnobCurve]:
         """Through the recommended config, the axes that mattered most first."""
         best = self.outcome.best.config if self.outcome.best else self.space.baseline
-        told = [r for r in self.results if r.status != "duplicate"]
+        told = joined(r for r in self.results if r.status != "duplicate")
         found = one_knob_curves(told, best, self.space, self.slo.compared, self.predictions)
         return sorted(found, key=lambda curve: -self.importances.get(curve.axis, 0.0))
 

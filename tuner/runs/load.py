@@ -17,7 +17,7 @@ SHORT_SHARE = 0.4
 WARMUP = 2
 """Requests before a load, of the workload's first classes: a server's first steps are slow."""
 SEEDS = 10_000
-CONFIRM, _PROBE, _CAPACITY, LEVEL = 1_000, 2_000, 3_000, 9_000
+CONFIRM, _PROBE, _CAPACITY, REPEAT, LEVEL = 1_000, 2_000, 3_000, 5_000, 9_000
 
 
 class Traffic(Protocol):
@@ -30,8 +30,11 @@ class Traffic(Protocol):
     @property
     def description(self) -> str: ...
 
-    def rungs(self) -> tuple[Schedule, Schedule]:
-        """The two schedules of every trial, which together are one run. The second finds the server warm."""
+    def rungs(self, draw: int = 0) -> tuple[Schedule, Schedule]:
+        """The two schedules of a trial, which together are one run. The second finds the server warm.
+
+        Every config gets ``draw`` 0; others are for trials that are repeated.
+        """
 
     def confirmation_seeds(self, pairs: int) -> list[int]:
         """One for every pair of runs."""
@@ -82,14 +85,17 @@ class Load:
         assert self.rate is not None, "a closed loop has a duration, not a number of requests"
         return DECK * math.ceil(self.rate * self.seconds / DECK)
 
-    def rungs(self) -> tuple[Schedule, Schedule]:
-        """The two schedules of every trial, which together are one run. The second finds the server warm."""
-        return self._rungs
+    def rungs(self, draw: int = 0) -> tuple[Schedule, Schedule]:
+        if draw not in self._rungs:
+            self._rungs[draw] = self._drawn(self.seed * SEEDS + (REPEAT + 2 * draw if draw else 0))
+        return self._rungs[draw]
 
     @cached_property
-    def _rungs(self) -> tuple[Schedule, Schedule]:
-        """Made once: to draw prompts takes as long as to simulate a trial."""
-        seed = self.seed * SEEDS
+    def _rungs(self) -> dict[int, tuple[Schedule, Schedule]]:
+        """Each made once: to draw prompts takes as long as to simulate a trial."""
+        return {}
+
+    def _drawn(self, seed: int) -> tuple[Schedule, Schedule]:
         if self.rate is None:
             parts = (SHORT_SHARE * self.seconds, (1 - SHORT_SHARE) * self.seconds)
             short, rest = (self._closed(seed + i, part, 0 if i else WARMUP) for i, part in enumerate(parts))
@@ -161,7 +167,7 @@ def capacity_schedule(workload: Workload, seed: int, count: int, concurrency: in
     )
 
 
-def prefill_schedule(vocab_size: int, tokens: int, seed: int) -> Schedule:
-    """Two prompts of ``tokens`` tokens, one after the other, one output token each."""
-    lone = Workload("prefill", (RequestClass("prefill", 1, Length(tokens), Length(1)),), vocab_size)
+def lone_schedule(vocab_size: int, tokens: int, output: int, seed: int) -> Schedule:
+    """Two prompts of ``tokens`` tokens, one after the other, ``output`` tokens each."""
+    lone = Workload("lone", (RequestClass("lone", 1, Length(tokens), Length(output)),), vocab_size)
     return lone.schedule(seed=seed * SEEDS + _PROBE, arrival=ClosedLoop(1), num_requests=2, warmup=0)

@@ -17,7 +17,7 @@ from typing import Any
 from loadgen.traces import Trace, TraceError
 from loadgen.workload import Schedule
 from tuner.options import Replay
-from tuner.runs.load import CONFIRM, LEVEL, SEEDS, SHORT_SHARE, WARMUP, cut
+from tuner.runs.load import CONFIRM, LEVEL, REPEAT, SEEDS, SHORT_SHARE, WARMUP, cut
 
 BUSY = 0.9
 """Trials get the window that is busier than this share of the others: an SLO binds where traffic is heavy,
@@ -125,9 +125,11 @@ class ReplayLoad:
             seed=seed, max_model_len=self.max_model_len, max_concurrency=self.concurrency, warmup=WARMUP
         )
 
-    def rungs(self) -> tuple[Schedule, Schedule]:
-        """The two schedules of every trial, which together are one window."""
-        whole = self.schedule(self.searched, self.seed * SEEDS)
+    def rungs(self, draw: int = 0) -> tuple[Schedule, Schedule]:
+        """The two schedules of a trial, which together are one window. Another ``draw`` has other prompts at
+        the same times: the other windows are the confirmation's.
+        """
+        whole = self.schedule(self.searched, self.seed * SEEDS + (REPEAT + draw if draw else 0))
         return cut(whole, round(SHORT_SHARE * len(whole.requests)))
 
     def confirmation_seeds(self, pairs: int) -> list[int]:

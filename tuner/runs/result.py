@@ -15,6 +15,8 @@ Status = Literal["measured", "stopped", "failed", "refused", "duplicate", "inter
 """measured: at full length. stopped: a short rung sufficed. failed: did not serve. refused: broke a rule and
 was not launched. duplicate: carries the result of an earlier trial. interrupted: counts for nothing."""
 
+BASELINE = "baseline"
+"""The origin of the user's own config."""
 SERVES = "serves"
 """The constraint that a trial violates whose server did not start, died, hung or answered errors."""
 
@@ -86,6 +88,8 @@ class TrialResult:
     """Files with every request of the trial, relative to the output directory."""
     expected: Mapping[str, float] = field(default_factory=dict)
     """What the search expected of it, by the figure's name."""
+    draw: int = 0
+    """Of the load, which it was measured under: every config gets 0, repeats get others."""
     findings: tuple[TrialFinding, ...] = ()
     """The doctor's, on the trial's scrapes; causes first."""
     unexamined: str = ""

@@ -12,10 +12,10 @@ from typing import Any, Self
 
 from loadgen.record import Records
 from loadgen.target import OpenTarget
-from loadgen.workload import REFERENCE_CONTEXT, Schedule, Workload, preset
+from loadgen.workload import DEFAULT_VOCAB_SIZE, REFERENCE_CONTEXT, Schedule, Workload, preset
 from loadgen.workload_file import is_file
 from tuner.job import DEFAULT_RUN_SECONDS
-from tuner.runs.load import capacity_schedule, prefill_schedule
+from tuner.runs.load import capacity_schedule, lone_schedule
 from tuner.runs.result import without_nan
 
 OFFERED_SHARE = 0.7
@@ -26,6 +26,8 @@ data-centre GPU: on a slow device prompts are scaled down to it, so that the loa
 run holds enough requests to say something. With 4, runs held 20 requests and between 0 and 10 % stalled gaps:
 four pairs of them proved a P99 that fell to a third in half of all cases, and prove it in all with 2.
 """
+LONE_PROMPT, LONE_OUTPUT = 1024, 16
+"""Tokens of the requests that are timed alone."""
 FIRST_BURST, MAX_BURST = 40, 5120
 """Requests of the first and the largest closed loop."""
 
@@ -55,6 +57,8 @@ class Survey:
     """Length of a run."""
     memory: Mapping[str, Any] | None = None
     """Its memory plan (``tuner.space.memory.MemoryPlan``), where its log tells one."""
+    lone_itl: float = math.nan
+    """Seconds between the tokens of a lone request; NaN as above."""
 
     def describe(self) -> str:
         count, concurrency, rate = self.capacity[-1]
@@ -69,7 +73,8 @@ class Survey:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
         values: dict[str, Any] = dict(data)
-        values |= {key: math.nan for key in ("start_seconds", "prefill_speed") if data[key] is None}
+        timed = ("start_seconds", "prefill_speed", "lone_itl")
+        values |= {key: math.nan for key in timed if data.get(key) is None}
         return cls(**{**values, "capacity": tuple((n, c, rate) for n, c, rate in data["capacity"])})
 
 
@@ -109,8 +114,14 @@ def fitting_scale(name: str, max_model_len: int, speed: float) -> float:
     return by_context * LONGEST_PREFILL / seconds if seconds > LONGEST_PREFILL else by_context
 
 
-def prefill_speed(server: OpenTarget, workload: Workload, tokens: int, seed: int, run: RunLoad) -> float:
-    """Prompt tokens/s of prompts of ``tokens`` tokens that have the server for themselves."""
-    records = run(server, prefill_schedule(workload.vocab_size, tokens, seed))
-    times = [(r.chunk_at[0] - r.intended) / 1e9 for r in records.requests if r.ok and r.chunk_at]
-    return tokens / min(times) if times else math.nan
+def time_alone(server: OpenTarget, max_model_len: int, seed: int, run: RunLoad) -> tuple[float, float]:
+    """Prompt tokens/s, and seconds between tokens, of requests that have the server for themselves; NaN where
+    none is answered. Prompts have LONE_PROMPT tokens, or half the context."""
+    tokens = min(LONE_PROMPT, max_model_len // 2)
+    records = run(server, lone_schedule(DEFAULT_VOCAB_SIZE, tokens, LONE_OUTPUT, seed))
+    served = [r for r in records.requests if r.ok and r.chunk_at]
+    if not served:
+        return math.nan, math.nan
+    first = min(r.chunk_at[0] - r.intended for r in served) / 1e9
+    decoding = min(r.chunk_at[-1] - r.chunk_at[0] for r in served) / 1e9
+    return tokens / first, decoding / (LONE_OUTPUT - 1)

@@ -3,7 +3,9 @@
 Figures are modelled as logarithms that should be small. A bound that is relative to the baseline is a
 difference of two values of one process, so that the noise of the baseline's own measurement is not taken for
 the baseline. Trials that were stopped early count as well, corrected by how a whole measurement compares with
-its short rung where both are known. With a prior (``prior.py``) the processes model what it misses.
+its short rung where both are known. Repeats under other draws of the load count as they are where a bound is
+absolute; else they are compared with what has the same draw. With a prior (``prior.py``) the processes model
+what it misses.
 """
 
 from __future__ import annotations
@@ -103,6 +105,7 @@ class Beliefs:
         self.objective = Figure.of(history.objective)
         self.bounds = (*map(Figure.of, history.bounds), *map(Figure.of, history.relative))
         self._told = [r for r in history.launched if r.measurement is not None]
+        self._draws = np.array([float(r.draw) for r in self._told])
         self._processes: dict[Figure, GaussianProcess | None] = {}
         self._simulated = len(prior.known) if prior else 0
         kept = earlier is not None and earlier._simulated == self._simulated
@@ -117,7 +120,7 @@ class Beliefs:
             return self
         x, found = encode(self.history.space, running), copy(self)
         found._processes = {
-            figure: process.believing(self._points(figure, x)) if process else None
+            figure: process.believing(self._asked(figure, x)) if process else None
             for figure in (self.objective, *self.bounds)
             for process in [self._process(figure)]
         }
@@ -129,8 +132,8 @@ class Beliefs:
         process = self._process(figure)
         if process is None:
             return np.zeros(len(x)), np.ones(len(x))
-        against = self._points(figure, self._baseline) if figure.relative else None
-        mean, deviation = process(self._points(figure, x), against)
+        against = self._asked(figure, self._baseline) if figure.relative else None
+        mean, deviation = process(self._asked(figure, x), against)
         return (mean - figure.sign * math.log(figure.limit) if figure.relative else mean), deviation
 
     def log_feasible(self, x: Array) -> Array:
@@ -183,7 +186,7 @@ class Beliefs:
         for figure in (*self.bounds, self.objective):
             process = None if figure.counted else self._process(figure)
             if process is not None:
-                level = float(process(self._points(figure, x))[0][0])
+                level = float(process(self._asked(figure, x))[0][0])
                 found[figure.name] = figure.value(level - figure.sign * self._offset(figure))
         return found
 
@@ -199,12 +202,18 @@ class Beliefs:
     def _baseline(self) -> Array:
         return encode(self.history.space, [self.history.space.baseline])
 
-    def _points(self, figure: Figure, x: Array) -> Points:
+    def _asked(self, figure: Figure, x: Array) -> Points:
+        """As they would be measured in a trial, under the draw of the load that all trials share."""
+        return self._points(figure, x, np.zeros(len(x)))
+
+    def _points(self, figure: Figure, x: Array, draws: Array) -> Points:
+        among = figure.relative or figure == self.objective  # configs are compared, not held against a limit
+        parts = draws if among and self._draws.any() else None
         surface = self._surface(figure)
         if surface is None:
-            return Points(x)
+            return Points(x, draws=parts)
         process, level = surface
-        return Points(x, process.means(Points(x)) - level)
+        return Points(x, process.means(Points(x)) - level, parts)
 
     def _process(self, figure: Figure) -> GaussianProcess | None:
         if figure not in self._processes:
@@ -235,7 +244,8 @@ class Beliefs:
             return None
         if figure in self.bounds and not figure.relative:
             y = np.minimum(y, FAR)
-        return self._points(figure, self._x[: len(told)][there]), y[there], variances[there]
+        points = self._points(figure, self._x[: len(told)][there], self._draws[: len(told)][there])
+        return points, y[there], variances[there]
 
     def _surface(self, figure: Figure) -> tuple[GaussianProcess, float] | None:
         """The prior's figure over the space, interpolated between what was simulated; and its level."""

@@ -3,6 +3,7 @@
 Kernel: a constant, Matérn 5/2 with a length for every dimension, noise; and, where a prediction is given for
 every point, a line in it. The line's slope is 1 a priori, so that the process models what the prediction
 misses, and shrinks towards 0 where the data do not follow the prediction (Rasmussen & Williams, section 2.7).
+Values that were measured under different draws of a load differ by a level of each draw.
 Hyperparameters are the most probable ones under broad log-normal priors, found by L-BFGS on exact gradients.
 """
 
@@ -30,6 +31,8 @@ AMPLITUDE = (math.log(1.0), 0.7)
 """The same of the amplitude, in standard deviations of the data."""
 NOISE = (math.log(0.03), 0.8)
 """The same of the noise, in units of y: repeats of a figure differ by some per cent."""
+DRAW = 0.1
+"""Standard deviation of a draw's level, in units of y: how much harder one draw of a load is than another."""
 JITTER = 1e-8
 SEARCH: Mapping[str, float] = {"maxiter": 20, "ftol": 1e-4}
 """Hyperparameters need not be exact: their own uncertainty is larger."""
@@ -45,9 +48,23 @@ class Points:
 
     x: Array
     predicted: Array | None = None
+    draws: Array | None = None
+    """Which draw of the load each is measured under, (m,); None where it makes no difference."""
 
     def __getitem__(self, rows: Any) -> Points:
-        return Points(self.x[rows], None if self.predicted is None else self.predicted[rows])
+        return Points(self.x[rows], *(None if part is None else part[rows] for part in self._parts))
+
+    def __add__(self, more: Points) -> Points:
+        """Both one after the other; they must tell the same of each point."""
+        parts = (
+            None if a is None or b is None else np.concatenate([a, b])
+            for a, b in zip(self._parts, more._parts, strict=True)
+        )
+        return Points(np.concatenate([self.x, more.x]), *parts)
+
+    @property
+    def _parts(self) -> tuple[Array | None, Array | None]:
+        return self.predicted, self.draws
 
 
 @dataclass(frozen=True)
@@ -105,12 +122,9 @@ class GaussianProcess:
         across = lapack.dtrtrs(self._factor, self._covariance(known, at), lower=1)[0]
         rest = self._covariance(at, at) - across.T @ across
         rest.flat[:: m + 1] += (self.shape.noise / self.scale) ** 2 + JITTER
-        x, phi = np.concatenate([known.x, at.x]), None
-        if known.predicted is not None and at.predicted is not None:
-            phi = np.concatenate([known.predicted, at.predicted])
         return replace(
             self,
-            points=Points(x, phi),
+            points=known + at,
             _factor=np.block([[self._factor, np.zeros_like(across)], [across.T, _cholesky(rest)]]),
             _weights=np.concatenate([self._weights, np.zeros(m)]),
         )
@@ -120,13 +134,12 @@ class GaussianProcess:
 
     def _covariance(self, a: Points, b: Points) -> Array:
         """In units of the scale, squared."""
-        found = self.shape.amplitude**2 * _matern(a.x, b.x, self.shape.lengths) + LEVEL**2
-        if a.predicted is not None and b.predicted is not None:
-            found += (SLOPE / self.scale) ** 2 * np.outer(a.predicted, b.predicted)
-        return found
+        return self.shape.amplitude**2 * _matern(a.x, b.x, self.shape.lengths) + _given(a, b, self.scale)
 
     def _variance(self, at: Points) -> Array:
-        return self.shape.amplitude**2 + LEVEL**2 + (SLOPE / self.scale * self._predicted(at)) ** 2
+        drawn = 0.0 if at.draws is None else (DRAW / self.scale) ** 2
+        slope = (SLOPE / self.scale * self._predicted(at)) ** 2
+        return self.shape.amplitude**2 + LEVEL**2 + slope + drawn
 
 
 @dataclass(frozen=True)
@@ -146,9 +159,7 @@ class _Data:
         missed = y if phi is None else y - phi
         mean, scale = float(np.mean(missed)), max(float(np.std(y)), 0.05)
         extra = np.zeros(len(y)) if variances is None else variances / scale**2
-        fixed = np.full((len(y), len(y)), LEVEL**2) + np.diag(extra + JITTER)
-        if phi is not None:
-            fixed += (SLOPE / scale) ** 2 * np.outer(phi, phi)
+        fixed = _given(points, points, scale) + np.diag(extra + JITTER)
         return cls((missed - mean) / scale, mean, scale, fixed)
 
 
@@ -182,6 +193,16 @@ def fit(
     phi = points.predicted
     slope = 0.0 if phi is None else 1.0 + SLOPE**2 / data.scale * float(phi @ weights)
     return GaussianProcess(points, shape, slope, data.mean, data.scale, factor, weights)
+
+
+def _given(a: Points, b: Points, scale: float) -> Array:
+    """The part of the covariance that no hyperparameter changes, in units of the scale, squared."""
+    found = np.full((len(a.x), len(b.x)), LEVEL**2)
+    if a.predicted is not None and b.predicted is not None:
+        found += (SLOPE / scale) ** 2 * np.outer(a.predicted, b.predicted)
+    if a.draws is not None and b.draws is not None:
+        found += (DRAW / scale) ** 2 * (a.draws[:, None] == b.draws[None, :])
+    return found
 
 
 def _cholesky(kernel: Array) -> Array:

@@ -24,7 +24,7 @@ from tuner.search.gp import Array
 from tuner.search.pool import Pool, Pools, encode
 from tuner.search.prior import Prior
 from tuner.search.strategy import GAIN, History, Strategy, Suggestion
-from tuner.space.space import Space
+from tuner.space.space import Space, config_key
 
 SIMPLER = 0.1
 """By how much (in logarithm) a change must raise the expected improvement to be worth it."""
@@ -35,6 +35,8 @@ SURE = 0.8
 SAFER = 0.02
 """By so much more (in logarithm) than one that fresh runs refused another one must be expected to hold its
 bounds."""
+CERTAIN, CLOSE = 0.95, 0.02
+"""A chance to hold every bound below which a repeat is worth it; and an expected gain (in logarithm)."""
 TIE = 0.02
 """Expected objectives closer than this (in logarithm) are a tie, which the simpler config wins."""
 PROMISE, IN_A_ROW = 0.005, 3
@@ -110,7 +112,8 @@ class ModelStrategy(Strategy):
         return list(self._ranked[1])
 
     def _rank(self, history: History, beliefs: Beliefs) -> list[TrialResult]:
-        measured = [r for r in history.results if r.feasible and math.isfinite(r.value(history.objective))]
+        feasible = [r for r in history.results if r.feasible and math.isfinite(r.value(history.objective))]
+        measured = list({config_key(r.config): r for r in reversed(feasible)}.values())[::-1]
         if not measured:
             return []
         x = self._pools_of(history.space).of(r.config for r in measured).x
@@ -122,6 +125,31 @@ class ModelStrategy(Strategy):
         tied = [row for row in sure if row[2] <= sure[0][2] + TIE]
         tied.sort(key=lambda row: len(history.space.changes(row[0].config)))
         return [result for result, _, _ in (*tied, *sure[len(tied) :], *unsure)]
+
+    def close(self, history: History) -> list[TrialResult]:
+        """The best config that is likely to hold its bounds, unless it is the baseline, and those that a
+        repeat could show to be better, or to hold their bounds after all.
+        """
+        whole = (r for r in history.results if r.status == "measured")
+        told = [r for r in whole if math.isfinite(r.value(history.objective))]
+        measured = list({config_key(r.config): r for r in reversed(told)}.values())
+        if not measured:
+            return []
+        beliefs, x = self.beliefs(history), self._pools_of(history.space).of(r.config for r in measured).x
+        chances, (costs, deviations) = np.exp(beliefs.log_feasible(x)), beliefs.expected(x)
+        changed = np.array([bool(history.space.changes(r.config)) for r in measured])
+        chances[~changed] = float(history.baseline is not None and history.baseline.feasible)
+        best = int(np.argmin(np.where(chances >= SURE, costs, np.inf)))
+        if chances[best] < SURE:  # then whatever holds its bounds is better
+            gains = chances
+        else:
+            gains = chances * _improvement(costs[best] - costs, deviations)
+            gains[best] = 0.0
+        ranked = [i for i in np.argsort(-gains, kind="stable") if changed[i] and gains[i] >= CLOSE]
+        known = changed[best] and chances[best] >= SURE
+        if known and (ranked or chances[best] < CERTAIN):
+            ranked.insert(0, best)  # for it is compared with them under the same draw
+        return [measured[i] for i in ranked]
 
     def safer(self, history: History, refused: TrialResult) -> list[TrialResult]:
         """By what the models expect: what differs from the refused one to no effect is no safer."""
@@ -164,9 +192,7 @@ class ModelStrategy(Strategy):
         best = self._to_beat(history, beliefs)
         if best is None:
             return -0.1 * mean
-        z = (best - WORTH - mean) / deviation
-        improvement = deviation * (z * ndtr(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
-        return np.log(np.maximum(improvement, 1e-300))
+        return np.log(np.maximum(_improvement(best - WORTH - mean, deviation), 1e-300))
 
     def _to_beat(self, history: History, beliefs: Beliefs) -> float | None:
         """The best objective that is expected of the best config, or of one that runs and is believed to hold
@@ -199,6 +225,13 @@ class ModelStrategy(Strategy):
         if len(self.prior.known) < FIRST_ASKED:
             spread = self.rng(history).sample(pool.rows, min(FIRST_ASKED, len(pool)))
             self.prior.ask(row.config for row in spread)
+
+
+def _improvement(by: Array, deviation: Array) -> Array:
+    """What is expected of normal variables where they are above 0, by their means and deviations."""
+    z = by / deviation
+    found: Array = deviation * (z * ndtr(z) + np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi))
+    return found
 
 
 def _reason(beliefs: Beliefs, x: Array) -> str:

@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 import optuna
 
 from loadgen.slo import Bound
-from tuner.runs.result import TrialResult
+from tuner.runs.result import BASELINE, TrialResult
+from tuner.search.repeats import joined
 from tuner.slo import Objective, RelativeBound
 from tuner.space.space import Config, Space, Value, config_key
 
-BASELINE = "baseline"
-"""The origin of the user's own config."""
 TIE = 0.1
 """Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
 SLACK = 0.05
@@ -98,6 +97,18 @@ class Strategy(ABC):
         default by what each measured.
         """
         return [r for r in self.rank(history) if r.slack >= refused.slack + SLACK]
+
+    def close(self, history: History) -> list[TrialResult]:
+        """Measured configs of which a repeat could change what is recommended, the likeliest first; empty
+        where the best one is clear. By default those that tie with the best and hold, or nearly hold, every
+        bound, unless that is the best alone and it keeps its distance.
+        """
+        objective, space = history.objective, history.space
+        told = [r for r in joined(history.results) if r.status == "measured" and space.changes(r.config)]
+        near = [r for r in told if r.slack >= -SLACK and math.isfinite(r.value(objective))]
+        near.sort(key=lambda r: _cost(r, objective))
+        tied = [r for r in near if _tied(r, near[0], objective)]
+        return [] if len(tied) == 1 and tied[0].slack >= SLACK else tied
 
     def sampler(self, seed: int) -> optuna.samplers.BaseSampler:
         """Fills in what suggestions leave out."""
@@ -185,7 +196,7 @@ def by_measurement(history: History) -> list[TrialResult]:
     with fewest changes; the user's own is the best unless another one is better.
     """
     objective, space = history.objective, history.space
-    feasible = [r for r in history.results if r.feasible and math.isfinite(r.value(objective))]
+    feasible = [r for r in joined(history.results) if r.feasible and math.isfinite(r.value(objective))]
     own = [r for r in feasible if not space.changes(r.config)][:1]
     others = [r for r in feasible if space.changes(r.config)]
     ordered = sorted(others, key=lambda r: (r.slack < SLACK, _cost(r, objective)))

@@ -28,8 +28,8 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from loadgen.slo import Bound
-from tuner.runs.result import SERVES, Status, TrialResult
-from tuner.search.strategy import BASELINE, History, Strategy, TpeStrategy
+from tuner.runs.result import BASELINE, SERVES, Status, TrialResult
+from tuner.search.strategy import History, Strategy, TpeStrategy
 from tuner.slo import Objective, RelativeBound
 from tuner.space.space import Config, Space, config_key
 
@@ -50,6 +50,8 @@ class Proposal:
     trial: Trial
     config: dict[str, Any]
     origin: str
+    draw: int = 0
+    """Which draw of the load to measure it under: see TrialResult."""
 
     @property
     def number(self) -> int:
@@ -105,27 +107,38 @@ class Study:
         told = (r for r in self.results if r.status not in ("interrupted", "duplicate"))
         return next((r for r in told if r.origin == BASELINE), None)
 
+    def baseline_again(self, draw: int) -> TrialResult | None:
+        """The baseline's result under another draw of the load, once there is one."""
+        told = (r for r in self.results if r.status == "measured" and r.draw == draw)
+        return next((r for r in told if not self.space.changes(r.config)), None)
+
+    @property
+    def repeating(self) -> bool:
+        """Whether a repeat is queued, or runs in some worker."""
+        return any(t.user_attrs.get("draw") for t in (*self._queued(), *self._begun()))
+
     @property
     def history(self) -> History:
         """What a strategy may know."""
         running = tuple(trial.user_attrs["config"] for trial in self._begun())
-        return replace(self._told, taken=frozenset(self._known()), best=self.best(), running=running)
+        return replace(self._told, taken=frozenset(self._taken), best=self.best(), running=running)
 
     @property
     def _told(self) -> History:
         told = tuple(r for r in self.results if r.status not in ("interrupted", "duplicate"))
         return History(self.space, self.objective, told, bounds=self.bounds, relative=self.relative)
 
-    def enqueue(self, config: Config, origin: str, deaths: int = 0) -> bool:
+    def enqueue(self, config: Config, origin: str, deaths: int = 0, draw: int = 0) -> bool:
         """Propose ``config`` before anything of the sampler's. False, and nothing is queued, where it is
-        queued or told already.
+        queued or told already under the same ``draw`` of the load.
 
         ``deaths`` counts the processes that ended in the middle of it.
         """
-        config = dict(self.space.baseline) if origin == BASELINE else self.space.snap(config)
-        if config_key(config) in self._known():
+        own = origin == BASELINE or not self.space.changes(config)
+        config = dict(self.space.baseline) if own else self.space.snap(config)
+        if (config_key(config), draw) in self._known():
             return False
-        attributes = {"origin": origin, "queued": config, "deaths": deaths}
+        attributes = {"origin": origin, "queued": config, "deaths": deaths, "draw": draw}
         self._study.enqueue_trial(self.space.params(config), user_attrs=attributes)
         return True
 
@@ -146,7 +159,7 @@ class Study:
                 proposal = self._ask()
             if proposal is not None:
                 return proposal
-        config = self.space.untried(self._known(), self._rng)
+        config = self.space.untried(self._taken, self._rng)
         if config is None:
             return None
         self.enqueue(config, "random, after the sampler repeated itself")
@@ -188,7 +201,8 @@ class Study:
             attributes = trial.user_attrs
             config = attributes.get("config", attributes.get("queued"))
             if config is not None:  # else it died before it had decided what to launch
-                self.enqueue(config, attributes.get("origin", "sampler"), attributes.get("deaths", 0) + 1)
+                origin, deaths = attributes.get("origin", "sampler"), attributes.get("deaths", 0)
+                self.enqueue(config, origin, deaths + 1, attributes.get("draw", 0))
         return len(dead)
 
     def interrupt(self, proposal: Proposal, reason: str, deaths: int = 0) -> None:
@@ -196,11 +210,14 @@ class Study:
 
         ``deaths``: of processes in the middle of it, now.
         """
-        self.tell(
-            proposal, TrialResult(proposal.number, proposal.config, proposal.origin, "interrupted", reason)
-        )
+        self._give_up(proposal, "interrupted", reason)
         deaths += proposal.trial.user_attrs.get("deaths", 0)
-        self.enqueue(proposal.config, proposal.origin, deaths)
+        self.enqueue(proposal.config, proposal.origin, deaths, proposal.draw)
+
+    def _give_up(self, proposal: Proposal, status: Status, reason: str, **parts: Any) -> None:
+        """Tell what came of a proposal without a launch."""
+        number, config, origin = proposal.number, proposal.config, proposal.origin
+        self.tell(proposal, TrialResult(number, config, origin, status, reason, draw=proposal.draw, **parts))
 
     def best(self) -> TrialResult | None:
         """The best feasible config so far, which may be the baseline."""
@@ -214,6 +231,10 @@ class Study:
         told = self._told
         ranked = self.strategy.rank(told) if refused is None else self.strategy.safer(told, refused)
         return [r for r in ranked if self.space.changes(r.config)]
+
+    def close(self) -> list[TrialResult]:
+        """Configs of which a repeat could change what is recommended: see Strategy."""
+        return self.strategy.close(self._told)
 
     def importances(self) -> dict[str, float]:
         """Axis -> share of the objective's variation (PED-ANOVA); empty with too few trials.
@@ -243,50 +264,35 @@ class Study:
     def _ask(self) -> Proposal | None:
         """Ask once; None where the proposal was settled without a launch."""
         trial = self._study.ask()
-        origin = trial.user_attrs.get("origin", "sampler")
-        config = self.space.suggest(trial)
-        if origin == BASELINE:
+        origin, draw = trial.user_attrs.get("origin", "sampler"), trial.user_attrs.get("draw", 0)
+        config, queued = self.space.suggest(trial), trial.user_attrs.get("queued")
+        own = queued is not None and not self.space.changes(queued)
+        if own:  # which may lie between the values of the space
             config = dict(self.space.baseline)
-        proposal = Proposal(trial, config, origin)
-        if earlier := self._earlier(config):
+        proposal = Proposal(trial, config, origin, draw)
+        if earlier := self._earlier(config, draw):
             reason = f"same config as trial {earlier.number}"
             repeat = replace(earlier, number=trial.number, origin=origin, status="duplicate", reason=reason)
             trial.set_user_attr("result", repeat.to_json())
             self._tell(trial, repeat, earlier.status)
-            return None
-        if config_key(config) in {config_key(t.user_attrs["config"]) for t in self._begun()}:
-            reason = "another worker measures the same config"
-            self.tell(proposal, TrialResult(trial.number, config, origin, "interrupted", reason))
-            return None
-        if origin != BASELINE and trial.user_attrs.get("deaths", 0) > MAX_DEATHS:
+        elif (config_key(config), draw) in map(_key, self._begun()):
+            self._give_up(proposal, "interrupted", "another worker measures the same config")
+        elif not own and trial.user_attrs.get("deaths", 0) > MAX_DEATHS:
             reason = "the tuner's process, or that of its load, died twice while this config was tried"
-            self.tell(
-                proposal,
-                TrialResult(
-                    trial.number,
-                    config,
-                    origin,
-                    "failed",
-                    reason,
-                    violations={SERVES: 1.0},
-                    seconds={"start": 0.0, "total": 0.0},
-                ),
-            )
-            return None
-        refusals = self.space.refusals(config) if origin != BASELINE else []
-        if refusals:
-            reason, broken = "; ".join(refusals), {RULE: float(len(refusals))}
-            self.tell(
-                proposal, TrialResult(trial.number, config, origin, "refused", reason, violations=broken)
-            )
-            return None
-        trial.set_user_attr("config", config)
-        return proposal
+            seconds = {"start": 0.0, "total": 0.0}
+            self._give_up(proposal, "failed", reason, violations={SERVES: 1.0}, seconds=seconds)
+        elif not own and (refusals := self.space.refusals(config)):
+            broken = {RULE: float(len(refusals))}
+            self._give_up(proposal, "refused", "; ".join(refusals), violations=broken)
+        else:
+            trial.set_user_attr("config", config)
+            return proposal
+        return None
 
-    def _earlier(self, config: Config) -> TrialResult | None:
+    def _earlier(self, config: Config, draw: int) -> TrialResult | None:
         """The first trial of the same config that came to something."""
         key = config_key(config)
-        told = (r for r in self.results if r.status not in ("interrupted", "duplicate"))
+        told = (r for r in self.results if r.status not in ("interrupted", "duplicate") and r.draw == draw)
         return next((r for r in told if config_key(r.config) == key), None)
 
     def _begun(self) -> list[FrozenTrial]:
@@ -296,9 +302,20 @@ class Study:
     def _queued(self) -> list[FrozenTrial]:
         return self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
 
-    def _known(self) -> set[str]:
-        """Keys of every config that is queued, runs in some worker, or came to something."""
-        queued = [t.user_attrs["queued"] for t in self._queued() if "queued" in t.user_attrs]
-        begun = [t.user_attrs["config"] for t in self._begun()]
-        told = [r.config for r in self.results if r.status != "interrupted"]
-        return {config_key(config) for config in queued + begun + told}
+    def _known(self) -> set[tuple[str, int]]:
+        """(key, draw) of every config that is queued, runs in some worker, or came to something."""
+        queued = [_key(t) for t in self._queued() if "queued" in t.user_attrs]
+        told = [(config_key(r.config), r.draw) for r in self.results if r.status != "interrupted"]
+        return {*queued, *map(_key, self._begun()), *told}
+
+    @property
+    def _taken(self) -> set[str]:
+        """Keys of those configs."""
+        return {key for key, _ in self._known()}
+
+
+def _key(trial: FrozenTrial) -> tuple[str, int]:
+    """Of a trial that is queued or begun: its config's, and its draw of the load."""
+    attributes = trial.user_attrs
+    config = attributes.get("config", attributes.get("queued"))
+    return config_key(config), attributes.get("draw", 0)

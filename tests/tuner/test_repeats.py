@@ -1,0 +1,193 @@
+"""Repeats where it is close: what is joined, what is asked again, and what a study makes of it."""
+
+from dataclasses import replace
+
+import optuna
+import pytest
+from analytic_target import AnalyticTarget, stall
+from test_optimize import make  # noqa: F401  (a fixture)
+from test_strategy import SLO, drive, result
+from test_strategy import make as make_study
+
+from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResult
+from tuner.search.beliefs import Beliefs
+from tuner.search.model import ModelStrategy
+from tuner.search.repeats import joined
+from tuner.search.strategy import History, TpeStrategy
+from tuner.space.space import build_space, config_key, effective
+
+OWN = effective({}, "bundled")
+SPACE = build_space(OWN, 8192)
+
+
+def told(number, tokens, itl, *, ttft=1.0, draw=0, spread=0.0, violation=-0.2, status="measured"):
+    readings = {
+        "itl_p99": Reading(itl, 100, itl * (1 - spread), itl * (1 + spread)),
+        "ttft_p95": Reading(ttft, 100),
+        "throughput": Reading(80.0, 100),
+        "failed": Reading(0.0, 100),
+    }
+    measurement = Measurement(readings, 20.0)
+    violations = {SERVES: 0.0, "ttft_p95": violation, "failed": 0.0}
+    origin = BASELINE if tokens == 2048 and not draw else "test"
+    config = {**OWN, "max_num_batched_tokens": tokens}
+    parts = {"measurement": measurement, "short": measurement, "violations": violations, "draw": draw}
+    return TrialResult(number, config, origin, status, **parts)
+
+
+def history(*results):
+    return History(SPACE, SLO.objective, results, bounds=SLO.bounds, relative=SLO.relative)
+
+
+def test_without_repeats_results_are_what_they_were():
+    results = (told(0, 2048, 0.3), told(1, 512, 0.2))
+    assert joined(results) == results
+
+
+def test_a_repeat_counts_as_if_it_had_the_draw_that_all_share():
+    """The second draw is harder by half: the baseline says so."""
+    own, first = told(0, 2048, 0.30), told(1, 512, 0.20, violation=0.1)
+    again, second = told(2, 2048, 0.45, draw=1), told(3, 512, 0.27, draw=1, violation=-0.2)
+    _, config = joined((own, first, again, second))
+    assert config.number == 1
+    assert config.value(SLO.objective) == pytest.approx((0.20 * 0.27 / 1.5) ** 0.5)
+    assert config.reading(SLO.objective).n == 200
+    assert config.violations["ttft_p95"] == pytest.approx(-0.05)
+    assert config.feasible
+    assert not first.feasible
+
+
+def test_a_repeat_whose_baseline_has_no_repeat_counts_as_it_is():
+    _, config = joined((told(0, 2048, 0.3), told(1, 512, 0.2), told(2, 512, 0.25, draw=1)))
+    assert config.value(SLO.objective) == pytest.approx((0.2 * 0.25) ** 0.5)
+
+
+def test_two_measurements_together_have_the_smaller_interval():
+    results = told(0, 2048, 0.3), told(1, 512, 0.2, spread=0.3), told(2, 512, 0.2, spread=0.3, draw=1)
+    reading = joined(results)[1].reading(SLO.objective)
+    assert 0.2 * 1.3 > reading.high > 0.2 * 1.15
+    assert 0.2 * 0.7 < reading.low < 0.2 * 0.85
+
+
+def test_a_count_that_one_of_the_runs_misses_is_missed():
+    first, second = told(1, 512, 0.2), told(2, 512, 0.2, draw=1)
+    second = replace(second, violations={**second.violations, "failed": 3.0})
+    assert joined((told(0, 2048, 0.3), first, second))[1].violations["failed"] == 3.0
+
+
+def test_what_failed_or_was_stopped_is_not_joined_with_a_measurement():
+    stopped = told(2, 512, 0.9, draw=1, status="stopped")
+    assert joined((told(0, 2048, 0.3), told(1, 512, 0.2), stopped))[1].value(SLO.objective) == 0.2
+
+
+@pytest.mark.parametrize(
+    ("others", "close"),
+    [
+        ([(512, 0.20, -0.3), (1024, 0.28, -0.3)], []),
+        ([(512, 0.20, -0.3), (1024, 0.21, -0.3)], [512, 1024]),
+        ([(512, 0.20, -0.02), (1024, 0.28, -0.3)], [512]),
+        ([(512, 0.20, 0.02)], [512]),
+        ([(512, 0.20, 0.2)], []),
+        ([], []),
+    ],
+    ids=["clear", "tied", "near its bound", "just beyond its bound", "far beyond", "nothing else"],
+)
+def test_what_was_measured_says_what_is_close(others, close):
+    results = [told(k, tokens, itl, violation=v) for k, (tokens, itl, v) in enumerate(others, start=1)]
+    found = TpeStrategy().close(history(told(0, 2048, 0.3), *results))
+    assert [r.config["max_num_batched_tokens"] for r in found] == close
+
+
+def test_the_model_asks_again_what_may_hold_its_bounds_and_would_be_the_best():
+    """1536 tokens surely hold the bound of 1.2x; 512 are expected to hold it by nothing."""
+    ttft = {512: 1.14, 768: 1.10, 1024: 1.05, 1536: 1.02}
+    near = [told(k, n, 0.04 + n / 10_000, ttft=slow) for k, (n, slow) in enumerate(ttft.items(), start=1)]
+    results = history(told(0, 2048, 0.245), *near)
+    model = ModelStrategy()
+    chance = model.beliefs(results).log_feasible(model._pools_of(SPACE).of([near[0].config]).x)
+    assert -3 < chance[0] < -0.05, "the case is a close one"
+    found = [r.config["max_num_batched_tokens"] for r in model.close(results)]
+    assert 512 in found
+
+
+def test_the_model_has_nothing_to_ask_where_one_is_best_by_far():
+    results = history(told(0, 2048, 0.3), told(1, 512, 0.1, ttft=0.9), told(2, 256, 0.25, ttft=0.9))
+    assert ModelStrategy().close(results) == []
+
+
+def test_beliefs_take_a_harder_draw_out_of_a_repeat():
+    """All that differs between the draws is that the second is harder by a quarter."""
+    shared = [told(0, 2048, 0.30), told(1, 1024, 0.20), told(2, 512, 0.15), told(3, 256, 0.12)]
+    again = [told(k + 4, r.config["max_num_batched_tokens"], 1.25 * r.value(SLO.objective), draw=1)
+             for k, r in enumerate((shared[0], shared[2]))]  # fmt: skip
+    x = ModelStrategy()._pools_of(SPACE).of([shared[2].config]).x
+    before, after = (Beliefs(history(*results)).expected(x)[0][0] for results in (shared, shared + again))
+    assert after == pytest.approx(before, abs=0.03)
+
+
+def test_a_repeat_is_no_duplicate_and_the_same_one_is_queued_once():
+    study = make_study(ModelStrategy(1))
+    drive(study, 3)
+    config = study.results[1].config
+    assert not study.enqueue(config, "again")
+    assert study.enqueue(config, "repeat 1", draw=1)
+    assert not study.enqueue(config, "repeat 1", draw=1)
+    assert study.repeating
+    proposal = study.propose()
+    assert (proposal.config, proposal.draw) == (config, 1)
+    study.tell(proposal, replace(result(proposal), draw=1))
+    assert not study.repeating
+    assert study.results[-1].draw == 1
+    assert [config_key(r.config) for r in study.strategy.rank(study.history)].count(config_key(config)) <= 1
+
+
+def test_a_repeat_that_was_interrupted_is_tried_again_under_its_own_draw():
+    study = make_study(ModelStrategy(1))
+    drive(study, 3)
+    study.enqueue(study.results[1].config, "repeat 2", draw=2)
+    study.interrupt(study.propose(), "test")
+    proposal = study.propose()
+    assert (proposal.config, proposal.draw) == (study.results[1].config, 2)
+
+
+def test_a_repeat_whose_process_died_is_tried_again_under_its_own_draw():
+    storage = optuna.storages.InMemoryStorage()
+    study = make_study(ModelStrategy(1), storage)
+    drive(study, 3)
+    study.enqueue(study.results[1].config, "repeat 2", draw=2)
+    study.propose()
+    assert study.recover() == 1
+    assert study.propose().draw == 2
+
+
+def test_a_baseline_between_the_values_of_the_space_is_repeated_as_it_is():
+    study = make_study(ModelStrategy(1))
+    drive(study, 1)
+    odd = {**study.space.baseline, "max_num_batched_tokens": 2000}
+    study.space = build_space(odd, 8192)
+    study.enqueue(odd, "repeat 1", draw=1)
+    assert study.propose().config == odd
+
+
+def plateau(config, seed):
+    """From 384 tokens down, ITL P99 differs by hazard alone: by up to a tenth."""
+    tokens = config["max_num_batched_tokens"]
+    hazard = 0.95 + 0.1 * ((seed * 2654435761 + tokens * 40503) % 1000) / 1000
+    return hazard * stall({**config, "max_num_batched_tokens": max(384, tokens)}) / stall(config)
+
+
+def test_a_search_with_time_left_repeats_what_is_close_beside_the_baseline(make):  # noqa: F811
+    job = {"trials": 16, "strategy": "tpe", "fix": ("all",), "vary": {"max_num_batched_tokens": None}}
+    optimizer = make(AnalyticTarget(itl_factor=plateau), **job)
+    optimizer.run()
+    results = optimizer.study.results
+    own, *repeats = [r for r in results if r.draw]
+    assert not optimizer.study.space.changes(own.config)
+    assert 2 <= len(repeats) <= 3
+    for repeat in repeats:
+        first = next(r for r in results if config_key(r.config) == config_key(repeat.config))
+        assert repeat.origin == f"trial {first.number} again, on other requests: it is close"
+        assert repeat.value(SLO.objective) != first.value(SLO.objective)
+        assert repeat.violations["ttft_p95"] == pytest.approx(
+            repeat.measurement.value("ttft_p95") / (1.2 * own.measurement.value("ttft_p95")) - 1
+        )

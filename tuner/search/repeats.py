@@ -1,0 +1,100 @@
+"""Configs that were measured more than once: a trial is repeated under another draw of the load where it is
+close.
+
+All trials share one draw of the load, so that they differ by their configs alone; what is best under it need
+not be under another. A repeat is compared with the baseline's repeat under the same draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from loadgen.slo import COUNTS
+from tuner.runs.result import BASELINE, Measurement, Reading, TrialResult
+from tuner.space.config import config_key
+
+
+def joined(results: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
+    """One result for every config, in the order of the first ones; with repeats, of all measurements.
+
+    Latencies and rates are geometric means, put as if each had been measured under the draw that all configs
+    share: a draw under which the baseline is slower by a tenth is taken to be harder by a tenth. Violations
+    are means; counts are the largest.
+    """
+    told = tuple(results)
+    groups: dict[str, list[TrialResult]] = {}
+    for result in told:
+        groups.setdefault(config_key(result.config), []).append(result)
+    if all(len(group) == 1 for group in groups.values()):
+        return told
+    baseline = next((config_key(r.config) for r in told if r.origin == BASELINE), "")
+    own = {r.draw: r.measurement for r in groups.get(baseline, ()) if r.measurement}
+    return tuple(_together(group, own) for group in groups.values())
+
+
+def _together(group: list[TrialResult], own: Mapping[int, Measurement]) -> TrialResult:
+    first = group[0]
+    whole = [r for r in group if r.status == "measured" and r.measurement]
+    if len(whole) < 2:
+        return first
+    measurements = [_as_shared(r, own) for r in whole]
+    assert first.measurement is not None, "what was not measured is not repeated"
+    readings = {
+        name: _pooled(name, [m.reading(name) for m in measurements]) for name in first.measurement.readings
+    }
+    window = sum(m.window for m in measurements)
+    violations = {
+        name: (max if name in COUNTS else _mean)([r.violations[name] for r in whole])
+        for name in first.violations
+    }
+    return replace(
+        first, measurement=replace(first.measurement, readings=readings, window=window), violations=violations
+    )
+
+
+def _as_shared(result: TrialResult, own: Mapping[int, Measurement]) -> Measurement:
+    """As if it had been measured under draw 0. ``own``: the baseline's measurements, by draw."""
+    measured = result.measurement
+    assert measured is not None, "only measurements are joined"
+    here, shared = own.get(result.draw), own.get(0)
+    if not result.draw or here is None or shared is None:
+        return measured
+    factors = {name: _factor(here.reading(name), shared.reading(name)) for name in measured.readings}
+    return replace(measured, readings={n: _scaled(r, factors[n]) for n, r in measured.readings.items()})
+
+
+def _factor(here: Reading, shared: Reading) -> float:
+    there = 0 < here.value < math.inf and 0 < shared.value < math.inf
+    return shared.value / here.value if there else 1.0
+
+
+def _scaled(reading: Reading, factor: float) -> Reading:
+    return replace(
+        reading, value=reading.value * factor, low=reading.low * factor, high=reading.high * factor
+    )
+
+
+def _pooled(name: str, readings: list[Reading]) -> Reading:
+    """Independent readings together: their logarithms' mean, whose interval is as much smaller."""
+    values, n = [r.value for r in readings], sum(r.n for r in readings)
+    if name in COUNTS or not all(0 < value < math.inf for value in values):
+        return Reading(max(values), n)
+    value = math.exp(_mean([math.log(v) for v in values]))
+    low, high = (
+        value * math.exp(sign * _width([abs(math.log(end / v)) if end > 0 else math.inf for end, v in ends]))
+        for sign, ends in (
+            (-1, [(r.low, r.value) for r in readings]),
+            (1, [(r.high, r.value) for r in readings]),
+        )
+    )
+    return Reading(value, n, low, high)
+
+
+def _width(widths: list[float]) -> float:
+    return math.sqrt(sum(width**2 for width in widths)) / len(widths)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
