@@ -7,7 +7,7 @@ Every problem is an exhaustive table (``tuner_problems.py``) behind the noise of
 saves, it saves itself: by ending a run early, or by not launching at all. ``ours`` is the tuner's own code,
 ``tuner.optimize.Optimizer``, on a bench that looks runs up: with rungs, early stops, the strategy and the
 confirmation, whose seconds count. It is run without a prior, with one that is wrong (another card, or
-coefficients 30 to 50 % off), and with one within a tenth.
+coefficients 30 to 50 % off), with one within a tenth, and with the sketch that it draws of the baseline.
 
 Columns: of all seeds, the median time until the config that a method would recommend is truly feasible and
 within 5 % of the best feasible one, in seconds and in launches, and the share of seeds that got there (those
@@ -40,6 +40,7 @@ from benchmarks.tuner_noise import REPEATS, Noise
 from benchmarks.tuner_ours import search_ours
 from benchmarks.tuner_problems import MEASURED, PROBLEMS, Problem
 from benchmarks.tuner_rivals import RIVALS
+from benchmarks.tuner_sketch import sketched_table
 from benchmarks.tuner_tables import Table, describe, table
 
 EVERY = (*PROBLEMS, MEASURED)
@@ -51,6 +52,7 @@ OURS: Mapping[str, str | None] = {
     "ours, no prior": None,
     "ours, wrong prior": "wrong",
     "ours, good prior": "good",
+    "ours, sketched prior": "sketched",
 }
 
 
@@ -137,7 +139,11 @@ class Contest:
 
 
 def contest(problem: Problem, kinds: Sequence[str]) -> Contest:
-    return Contest(table(problem), {kind: table(problem, kind) for kind in kinds})
+    return Contest(table(problem), {kind: prior(problem, kind) for kind in kinds})
+
+
+def prior(problem: Problem, kind: str) -> Table:
+    return sketched_table(problem) if kind == "sketched" else table(problem, kind)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -12,20 +11,18 @@ from typing import Any, NoReturn
 import optuna
 
 from benchmarks.tuner_bed import Ledger, Mark, World
-from benchmarks.tuner_problems import CPU, MEASURED, SEQS, Problem
-from benchmarks.tuner_tables import Entry, Table, simulated
+from benchmarks.tuner_sketch import running, survey_of
+from benchmarks.tuner_tables import Table
 from loadgen.target import OpenTarget, Target
-from loadgen.workload import DEFAULT_VOCAB_SIZE, preset
 from tuner.confirm import Confirmation, judge
 from tuner.finals import Finals
 from tuner.interrupts import Interrupts
 from tuner.observer import Observer
-from tuner.offer import PROBE_TOKENS
 from tuner.optimize import Optimizer
 from tuner.runs.load import SHORT_SHARE, Traffic
 from tuner.runs.result import SERVES, TrialResult
 from tuner.runs.rungs import reason_to_stop
-from tuner.runs.survey import Survey, prefill_speed
+from tuner.runs.survey import Survey
 from tuner.search.model import ModelStrategy
 from tuner.search.prior import Prediction, Prior
 from tuner.search.study import Proposal
@@ -33,27 +30,6 @@ from tuner.space.space import Config
 from tuner.trial import Bench, Criteria
 
 CONTEXT = 32_768
-
-
-SPEEDS: dict[str, float] = {}
-"""Of problems by name, found once."""
-
-
-def lone_prefill_speed(problem: Problem) -> float:
-    """What the survey of the baseline's server would tell, in tokens/s."""
-    if problem.name not in SPEEDS:
-        SPEEDS[problem.name] = _lone_prefill_speed(problem)
-    return SPEEDS[problem.name]
-
-
-def _lone_prefill_speed(problem: Problem) -> float:
-    device = CPU if problem is MEASURED else problem.target
-    with simulated(device, problem.model).open(problem.baseline) as server:
-        context = server.max_model_len
-        assert context is not None, "a simulated server knows its context"
-        probe = preset(problem.workload, max_model_len=context, vocab_size=DEFAULT_VOCAB_SIZE)
-        tokens = min(PROBE_TOKENS, context // 2)
-        return prefill_speed(server, probe, tokens, 0, lambda server, schedule: server.run(schedule))
 
 
 class TableTarget(Target):
@@ -117,14 +93,8 @@ class TableBench(Bench):
             violations={SERVES: 0.0, **measured.violations(bounds)},
             measurement=measured,
             short=short,
-            peak_running=self._running(entry, flags),
+            peak_running=running(world.problem, entry, flags),
         )
-
-    def _running(self, entry: Entry, flags: Mapping[str, Any]) -> int:
-        """What the gauge would have shown: of an open loop by Little's law."""
-        problem = self.world.problem
-        wanted = problem.concurrency or math.ceil((problem.rate or 0.0) * entry.figures["e2e_p95"])
-        return min(wanted, int(flags[SEQS]))
 
 
 class TablePrior(Prior):
@@ -196,13 +166,7 @@ def search_ours(world: World, seed: int, prior: Table | None, strategy: str = "a
     job = replace(problem.job, seed=seed, strategy=strategy)
     keeper = Bookkeeper(world)
     record = optuna.create_study(direction=problem.slo.objective.direction)
-    survey = Survey(
-        CONTEXT,
-        problem.start_seconds,
-        lone_prefill_speed(problem),
-        rate=problem.rate,
-        concurrency=problem.concurrency,
-    )
+    survey = replace(survey_of(problem), max_model_len=CONTEXT, memory=None)  # crashes are to be found out
     record.set_user_attr("survey", survey.to_json())
     with tempfile.TemporaryDirectory() as out:
         optimizer = TableOptimizer(

@@ -155,13 +155,17 @@ class _Done:
 
 
 class Builder:
-    """Makes a problem's table; ``change`` alters the step times, for a prior that is wrong."""
+    """Makes a problem's table. ``seed``: of the load; ``change`` alters the step times."""
 
     def __init__(
-        self, problem: Problem, *, target: str = "", seed: int = 0, change: Callable[[StepTimes], StepTimes]
+        self,
+        problem: Problem,
+        target: SimulatedTarget,
+        *,
+        seed: int = 0,
+        change: Callable[[StepTimes], StepTimes] = lambda times: times,
     ) -> None:
-        self.problem = problem
-        self._target = simulated(target or problem.target, problem.model)
+        self.problem, self._target = problem, target
         self._change, self._slo, self._seed = change, problem.slo, seed
         self._done: dict[tuple[int, int], list[_Done]] = {}
         self.runs = 0
@@ -196,16 +200,16 @@ class Builder:
 
     def _run(self, simulation: Simulation, flags: Mapping[str, Any], peaks: _Peaks) -> dict[str, float]:
         self.runs += 1
-        target = _Changed(self._target, simulation)
-        with target.open(flags) as server:
+        name = self._target.name
+        with SimulatedTarget(name, name, simulate=lambda config: simulation).open(flags) as server:
             for door in server._doors:
                 peaks.watch(door.server)
             assert server.max_model_len is not None
-            schedule = self._load(server.max_model_len).confirmation(self._seed)
+            schedule = self.load(server.max_model_len).confirmation(self._seed)
             run = Run(server.run(schedule), span(schedule))
         return {name: reading.value for name, reading in measure([run], self._slo).readings.items()}
 
-    def _load(self, context: int) -> Load:
+    def load(self, context: int) -> Load:
         problem = self.problem
         workload = preset(
             problem.workload, max_model_len=context, vocab_size=DEFAULT_VOCAB_SIZE, scale=problem.scale
@@ -214,20 +218,14 @@ class Builder:
         return Load(workload, self._seed, seconds, problem.rate, problem.concurrency)
 
 
-class _Changed(SimulatedTarget):
-    """A target whose simulations are given."""
-
-    def __init__(self, target: SimulatedTarget, simulation: Simulation) -> None:
-        self.__dict__ |= target.__dict__
-        self._given = simulation
-
-    def simulation(self, config: Mapping[str, Any]) -> Simulation:
-        return self._given
-
-
 def simulated(device: str, model: str) -> SimulatedTarget:
     """By the names that problems have for them."""
     return SimulatedTarget(_device(device), _model_file(model))
+
+
+def server_of(problem: Problem) -> SimulatedTarget:
+    """The problem's own; of the one that was measured, what the simulator takes for it."""
+    return simulated(CPU if problem is MEASURED else problem.target, problem.model)
 
 
 def _device(name: str) -> str:
@@ -253,10 +251,6 @@ def _model_file(name: str) -> str:
 COEFFICIENTS = ("host", "host_per_sequence", "launch", "weights", "per_token", "per_row", "per_context")
 
 
-def as_it_is(times: StepTimes) -> StepTimes:
-    return times
-
-
 def scaled(seed: str, low: float, high: float) -> Callable[[StepTimes], StepTimes]:
     """Every coefficient off by a factor of its own: up or down by ``low`` to ``high``."""
 
@@ -270,25 +264,29 @@ def scaled(seed: str, low: float, high: float) -> Callable[[StepTimes], StepTime
 
 def builder(problem: Problem, kind: str) -> Builder:
     """``kind``: truth, good, wrong. Both priors see other requests than the truth does."""
-    target = CPU if problem is MEASURED else problem.target
     if kind == "truth":
-        return Builder(problem, target=target, change=as_it_is)
+        return Builder(problem, server_of(problem))
     if kind == "good":
-        return Builder(problem, target=target, seed=7, change=scaled(problem.name, 0.0, 0.1))
+        return Builder(problem, server_of(problem), seed=7, change=scaled(problem.name, 0.0, 0.1))
     if problem.wrong == "coefficients":
-        return Builder(problem, target=target, seed=7, change=scaled(problem.name, 0.3, 0.5))
-    return Builder(problem, target=problem.wrong, seed=7, change=as_it_is)
+        return Builder(problem, server_of(problem), seed=7, change=scaled(problem.name, 0.3, 0.5))
+    return Builder(problem, simulated(problem.wrong, problem.model), seed=7)
 
 
 def table(problem: Problem, kind: str = "truth", cache: Path = CACHE) -> Table:
     """From the cache, or made and put there; what was measured, from its file."""
     if problem is MEASURED and kind == "truth":
         return read_measured(problem, json.loads(TABLE.read_text())["rows"])
+    return cached(problem, kind, lambda: builder(problem, kind), cache)
+
+
+def cached(problem: Problem, kind: str, make: Callable[[], Builder], cache: Path) -> Table:
+    """From the cache, or by the builder that ``make`` makes, and put there."""
     slug = "-".join("".join(c if c.isalnum() else " " for c in problem.name).split())
     path = cache / f"{slug}-{kind}.json"
     if path.is_file():
         return read_table(problem, path.read_text())
-    made = builder(problem, kind)
+    made = make()
     found = made.table()
     cache.mkdir(parents=True, exist_ok=True)
     write_atomically(path, [to_json(found)])

@@ -120,6 +120,13 @@ def on_times(
     return _checked(config, size, times, assumed, acceptance)
 
 
+def on_pool(times: StepTimes, max_model_len: int, flags: Mapping[str, Any]) -> Simulation:
+    """A server of which nothing is known but what its steps take and its KV pool, which is given as
+    ``num_gpu_blocks_override``. Raises ConfigError."""
+    size = ModelSize(weights_bytes=0, kv_bytes_per_token=1, max_model_len=max_model_len)
+    return _checked(_config(flags), size, times, (), None)
+
+
 @dataclass(frozen=True, slots=True)
 class Delivery:
     """What a step put out: ``outputs``, and a token for each of ``cruising`` requests."""

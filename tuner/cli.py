@@ -116,7 +116,8 @@ def optimize(
     prior: Annotated[
         str | None,
         typer.Option(
-            help="What simulates configs before they are measured: auto (the bundled engine's own), none, "
+            help="What simulates configs before they are measured: auto (the bundled engine's own, for other "
+            "servers a sketch), sketch (step times that explain what your config measured), none, "
             "simulated:h100 or another device, or a JSON file of step times. [auto]"
         ),
     ] = None,

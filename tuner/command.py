@@ -158,7 +158,9 @@ def _run(options: Options, console: Console) -> int:
             observer.note(f"{'resuming' if joined else 'study'} {name}: {parse_slo(job.slo).describe()}")
             bench = Bench(target, observer, interrupts, out, None if job.running else ENGINES[job.server])
             optimizer = Optimizer(job, bench, record, crew)
-            optimizer.simulator = make_simulator(job.prior, job.target, job.model, observer.note)
+            optimizer.simulator = make_simulator(
+                job.prior, job.target, job.model, observer.note, optimizer.sketch
+            )
             try:
                 verdict = come_to_verdict(name, optimizer, target)
             except KeyboardInterrupt:
@@ -278,7 +280,7 @@ def new_job(options: Options) -> Job:
     if job.simulated and SPECULATION not in job.vary:  # how many drafts are accepted, only real text can say
         job = replace(job, fix=tuple(dict.fromkeys((*job.fix, SPECULATION))))
     check_target(job)
-    make_simulator(job.prior, job.target, job.model, lambda text: None)  # or an error, before anything begins
+    make_simulator(job.prior, job.target, job.model)  # or an error, before anything begins
     if job.loads and not job.replay and job.rate is None and job.concurrency is None:
         peak = job.loads[-1]  # what must hold holds there
         job = replace(job, concurrency=round(peak)) if slo.saturated else replace(job, rate=peak)

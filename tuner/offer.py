@@ -15,7 +15,7 @@ from tuner.job import DEFAULT_RUN_SECONDS, Job
 from tuner.options import Replay
 from tuner.runs.load import Load, Traffic
 from tuner.runs.replay import ReplayLoad, read_replay
-from tuner.runs.survey import OFFERED_SHARE, Survey, find_capacity, fitting_scale, prefill_speed
+from tuner.runs.survey import OFFERED_SHARE, Survey, find_capacity, fitting_scale, time_alone
 from tuner.slo import Slo
 from tuner.space.memory import MemoryPlan
 from tuner.space.space import Surroundings, effective
@@ -24,7 +24,6 @@ from tuner.trial import Bench
 
 FALLBACK_CONTEXT = 4096
 """Context length assumed where the baseline does not come up to be asked."""
-PROBE_TOKENS = 1024
 LONGEST_RUN, RUN_SHARE = 90.0, 0.025
 """Most seconds of a run whose length nobody asked for, and the most of a budget."""
 CAPACITY_SHARE = 0.5
@@ -100,13 +99,12 @@ class Offer:
         """Ask and time the server. Raises RunFailed, Stuck, KeyboardInterrupt."""
         job, observer = self.job, self.bench.observer
         context = server.max_model_len or self.blind_survey().max_model_len
-        observer.step("timing a lone prefill")
-        probe, tokens = self.workload(context, job.scale), min(PROBE_TOKENS, context // 2)
-        speed = prefill_speed(server, probe, tokens, job.seed, self.bench.run)
+        observer.step("timing a lone request")
+        speed, itl = time_alone(server, context, job.seed, self.bench.run)
         scale = job.scale or fitting_scale(job.workload, context, speed)
         workload = self.workload(context, scale)
         observer.note(
-            f"a lone prompt is prefilled at {speed:.0f} tokens/s"
+            f"alone, a prompt is prefilled at {speed:.0f} tokens/s, and a token takes {itl * 1e3:.3g} ms"
             + (f"; load: {workload.description}" if self.trace is None else "")
         )
         survey = Survey(
@@ -117,6 +115,7 @@ class Offer:
             concurrency=job.concurrency,
             scale=scale,
             run_seconds=self._run_seconds(server.start_seconds),
+            lone_itl=itl,
         )
         if not self.known(survey):
             survey = self._measured(survey, workload, server)

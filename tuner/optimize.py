@@ -13,7 +13,7 @@ import numpy as np
 import optuna
 
 from loadgen.target import OpenTarget, Target
-from tuner.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
+from tuner.budget import LOADS_CONFIGS, LOADS_SHARE, MAX_PAIRS, PAUSE, Clock, Plan, choose_pairs
 from tuner.finals import Finals
 from tuner.job import Job
 from tuner.offer import Offer
@@ -26,6 +26,7 @@ from tuner.runs.survey import Survey
 from tuner.search.from_doctor import Hints, of_trial, prescribed
 from tuner.search.model import ModelStrategy
 from tuner.search.prior import SimulatedPrior
+from tuner.search.sketch import NoSketch, Sketch, draw
 from tuner.search.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
 from tuner.search.strategies import make_strategy
 from tuner.search.study import Proposal, Study
@@ -247,6 +248,7 @@ class Optimizer:
         if not isinstance(strategy, ModelStrategy) or not self.offer.known(self.survey):
             return
         with self.spending("simulation"):
+            self.observer.step("making a simulation")
             simulator = self.simulator()
         if simulator is not None:
             strategy.prior = prior = SimulatedPrior(simulator, self.load, self.slo, self.flags)
@@ -254,6 +256,19 @@ class Optimizer:
             baseline = self.study.baseline
             if baseline is not None and baseline.feasible:
                 self.rehearsal = Rehearsal(prior, self.load, self.slo, baseline.config)
+
+    def sketch(self) -> Target | None:
+        """What to simulate configs on where nothing is known but the baseline; drawn once for the study."""
+        if saved := self.record.user_attrs.get("sketch"):
+            return Sketch.from_json(saved).target
+        assert self.study.baseline is not None, "the baseline is told before a prior is asked for"
+        try:
+            drawn = draw(self.survey, self.study.baseline, self.load.rungs(), self.slo)
+        except NoSketch as reason:
+            self.observer.note(f"no prior: {reason}")
+            return None
+        self._save("sketch", drawn.to_json())
+        return drawn.target
 
     def _make_plan(self) -> None:
         """Needs the baseline's costs; one that failed is taken to cost what a run takes."""
@@ -411,10 +426,22 @@ class Optimizer:
         if left < 2 or draw > REPEATS or self.study.repeating or not baseline or not baseline.measurement:
             return False
         chosen = self.study.close()[: min(MOST_REPEATED, left - 1)]
-        for result in [baseline, *chosen] if chosen else ():
+        if not chosen or not self._spares(1 + len(chosen)):
+            return False
+        for result in (baseline, *chosen):
             why = f"trial {result.number} again, on other requests: it is close"
             self.study.enqueue(result.config, why, draw=draw)
-        return bool(chosen)
+        return True
+
+    def _spares(self, trials: int) -> bool:
+        """Whether so many trials leave time for as many pairs of a confirmation as are ever planned: where
+        they do not, more pairs tell more of what is close.
+        """
+        assert self.plan is not None, "the search follows the plan"
+        if self.plan.budget_seconds is None:
+            return True
+        spent = self.clock.spent + trials * self.plan.trial_seconds
+        return self.plan.pairs_within(spent) >= MAX_PAIRS
 
     def _queue_last(self) -> bool:
         """Whether anything is left to try, where the strategy has no more."""

@@ -153,7 +153,8 @@ class SimulatedTarget(Target):
 
     ``model`` is a config.json, a checkpoint or "bundled". With ``replicas`` a config is a fleet. Runs are the
     same whenever and wherever they are run; ``seed`` is of what they draw, where step times were measured or
-    drafts are accepted by chance. Raises ValueError for a target or a model that cannot be read.
+    drafts are accepted by chance. With ``simulate``, which says what a config is simulated with, ``name`` and
+    ``model`` are names only. Raises ValueError for a target or a model that cannot be read.
     """
 
     def __init__(
@@ -166,14 +167,16 @@ class SimulatedTarget(Target):
         acceptance: float | None = None,
         calibrating: Callable[[str], None] | None = None,
         seed: int = 0,
+        simulate: Callable[[Mapping[str, Any]], Simulation] | None = None,
     ) -> None:
         self.name = name
         self._numbers = range(seed * replicas, (seed + 1) * replicas)
         self.replicas, self.routing = replicas, routing
-        self._acceptance, self._model_name = acceptance, model
+        self._model_name = model
         self._seconds = 0.0
-        self._model = _read_model(model)
-        self._make = _maker(name.removeprefix(PREFIX), self._model, acceptance, calibrating)
+        self._make = simulate or _maker(
+            name.removeprefix(PREFIX), _read_model(model), acceptance, calibrating
+        )
         plain = self.simulation({})
         self.estimate = "; ".join((plain.times.source, *plain.assumed))
         self.served_name = _served_name(model)
@@ -226,6 +229,24 @@ class SimulatedTarget(Target):
     def launch_command(self, config: Mapping[str, Any]) -> str:
         program = "vtune" if self._model_name == HERE else "vllm"
         return shlex.join([program, "serve", self.served_name, *render(config)])
+
+
+def sketched_target(
+    name: str,
+    coefficients: Mapping[str, Any],
+    max_model_len: int,
+    flags: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+) -> SimulatedTarget:
+    """A server that is known from outside alone: what its steps take, by the names of StepTimes.
+
+    ``flags``: of a config those that are simulated, with the size of the pool as
+    ``num_gpu_blocks_override``.
+    """
+    from engine.step_times import StepTimes
+    from engine.virtual import on_pool
+
+    times = StepTimes(**coefficients)
+    return SimulatedTarget(name, name, simulate=lambda config: on_pool(times, max_model_len, flags(config)))
 
 
 class OpenSimulation(OpenTarget):

@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from loadgen.workload import preset, schedule_hash
-from tuner.runs.load import DECK, Load, capacity_schedule, prefill_schedule, span
+from tuner.runs.load import DECK, Load, capacity_schedule, lone_schedule, span
 
 MIXED = preset("mixed", max_model_len=8192)
 
@@ -56,6 +56,6 @@ def test_a_closed_loop_runs_for_its_time():
 def test_probes():
     burst = capacity_schedule(MIXED, 0, 40, 16)
     assert (len(burst.requests), burst.mode, burst.concurrency) == (40, "closed", 16)
-    lone = prefill_schedule(32000, 1024, 0)
+    lone = lone_schedule(32000, 1024, 16, 0)
     assert {len(r.prompt_token_ids) for r in lone.requests} == {1024}
     assert {r.max_tokens for r in lone.requests} == {1}

@@ -8,7 +8,7 @@ from loadgen.workload import preset
 from tuner.job import Job
 from tuner.observer import Observer
 from tuner.offer import Offer
-from tuner.runs.survey import FIRST_BURST, Survey, find_capacity, fitting_scale, prefill_speed
+from tuner.runs.survey import FIRST_BURST, Survey, find_capacity, fitting_scale, time_alone
 from tuner.slo import PRESETS
 
 MIXED = preset("mixed", max_model_len=8192)
@@ -36,9 +36,11 @@ def test_a_server_that_fails_everything_has_no_capacity():
     assert math.isnan(rate)
 
 
-def test_prefill_speed_of_a_lone_prompt():
-    assert prefill_speed(server(), MIXED, 1024, 0, run) == pytest.approx(1024 / (0.025 + 0.0006 * 2000))
-    assert math.isnan(prefill_speed(server(failing=lambda c: True), MIXED, 1024, 0, run))
+def test_what_a_lone_request_takes():
+    speed, itl = time_alone(server(), 8192, 0, run)
+    assert speed == pytest.approx(1024 / (0.025 + 0.0006 * 2000))
+    assert itl == pytest.approx(0.03)
+    assert all(map(math.isnan, time_alone(server(failing=lambda c: True), 8192, 0, run)))
 
 
 def test_a_survey_survives_the_storage():

@@ -119,6 +119,11 @@ class MemoryPlan:
             f"({max_model_len} x {bytes_per_token:,.0f} bytes)"
         )
 
+    def tokens_more(self, config: Mapping[str, Any], baseline: Mapping[str, Any]) -> int:
+        """By how many tokens of the baseline's ``kv_cache_dtype`` a config's pool is about larger."""
+        bytes_more = self._pool(config, baseline) - self._pool(baseline, baseline)
+        return int(bytes_more / self.kv_bytes * self.kv_tokens)
+
     def _pool(self, config: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
         if self.pinned:
             return self.kv_bytes
