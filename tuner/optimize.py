@@ -13,7 +13,8 @@ import numpy as np
 import optuna
 
 from loadgen.target import OpenTarget, Target
-from tuner.budget import LOADS_CONFIGS, LOADS_SHARE, MAX_PAIRS, PAUSE, Clock, Plan, choose_pairs
+from tuner.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
+from tuner.endgame import Endgame
 from tuner.finals import Finals
 from tuner.job import Job
 from tuner.offer import Offer
@@ -39,10 +40,6 @@ from tuner.workers.crew import Crew
 
 FEW = 10
 """Trials below which a practitioner's starting point is tried also where a prior knows better."""
-SURE_TRIALS = 2
-"""Of the last trials, those before which a simulation is asked what holds on other loads."""
-MOST_REPEATED, REPEATS = 3, 2
-"""Configs that are repeated at once, beside the baseline, and how often, where it is close."""
 PRESCRIBED_SHARE = 4
 """Of the trials, one in so many may be the doctor's, and one in any case."""
 MAX_FAILURES = 5
@@ -318,17 +315,20 @@ class Optimizer:
             with self.crew.turn(self.study):
                 if over := self._over():
                     return over
-                self._queue_close()
-                self._queue_simpler()
-                self._queue_sure()
+                self._endgame.begin(self._trials_left())
                 with self.spending("choosing"):
                     proposal = self.study.propose()
                 if proposal is None:
-                    if self._queue_last():
+                    if self._endgame.go_on(self._trials_left()):
                         continue
                     return self.study.strategy.exhausted
                 self.crew.begins(proposal)
             self._trial(proposal)
+
+    @property
+    def _endgame(self) -> Endgame:
+        assert self.plan is not None, "the search follows the plan"
+        return Endgame(self.study, self.plan, self.clock, self.spending, self.rehearsal)
 
     def _take_hints(self, left: int) -> None:
         """In the first half of all trials."""
@@ -382,70 +382,6 @@ class Optimizer:
             max_trials=None if self.job.trials is None else self.job.trials - begun + 1,
         )
         return now.affordable_trials
-
-    def _queue_simpler(self, last: bool = False) -> bool:
-        """With the ``last`` trials: does the best config need all that it changes? The main knob stays.
-
-        Returns whether there is anything new to try.
-        """
-        best = self.study.best()
-        if best is None:
-            return False
-        space = self.study.space
-        changed = [flag for flag in space.flags if flag in space.changes(best.config)]
-        if not last and self._trials_left() > len(changed[1:]):
-            return False
-        simpler = [(flag, {**best.config, flag: space.baseline[flag]}) for flag in reversed(changed[1:])]
-        queued = [
-            self.study.enqueue(c, f"best without {flag}") for flag, c in simpler if not space.refusals(c)
-        ]
-        return any(queued)
-
-    def _queue_sure(self, last: bool = False) -> bool:
-        """With the ``last`` trials: the best config of which a simulation is sure, if it was not tried.
-
-        Returns whether there is one.
-        """
-        if self.rehearsal is None or not (last or self._trials_left() <= SURE_TRIALS):
-            return False
-        with self.spending("simulation"):
-            config = self.rehearsal.best()
-        why = "simulated on other loads: holds every bound"
-        return config is not None and self.study.enqueue(config, why)
-
-    def _queue_close(self, last: bool = False) -> bool:
-        """With the ``last`` trials: configs of which a repeat could change what is recommended, and the
-        baseline to compare them with, under a draw of the load that nobody had.
-
-        Returns whether there are any.
-        """
-        left, results, baseline = self._trials_left(), self._launched(), self.study.baseline
-        if not last and (left > 1 + MOST_REPEATED or len(results) < FEW):
-            return False
-        draw = 1 + max(r.draw for r in results)
-        if left < 2 or draw > REPEATS or self.study.repeating or not baseline or not baseline.measurement:
-            return False
-        chosen = self.study.close()[: min(MOST_REPEATED, left - 1)]
-        if not chosen or not self._spares(1 + len(chosen)):
-            return False
-        for result in (baseline, *chosen):
-            why = f"trial {result.number} again, on other requests: it is close"
-            self.study.enqueue(result.config, why, draw=draw)
-        return True
-
-    def _spares(self, trials: int) -> bool:
-        """Whether so many trials leave time for as many pairs of a confirmation as are ever planned: where
-        they do not, more pairs tell more of what is close.
-        """
-        assert self.plan is not None, "the search follows the plan"
-        if self.plan.budget_seconds is None:
-            return True
-        spent = self.clock.spent + trials * self.plan.trial_seconds
-        return self.plan.pairs_within(spent) >= MAX_PAIRS
-
-    def _queue_last(self) -> bool:
-        """Whether anything is left to try, where the strategy has no more."""
-        return self._queue_simpler(last=True) or self._queue_sure(last=True) or self._queue_close(last=True)
 
     def _trial(self, proposal: Proposal, server: OpenTarget | None = None) -> None:
         space = self.study.space

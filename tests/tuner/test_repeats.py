@@ -1,5 +1,6 @@
 """Repeats where it is close: what is joined, what is asked again, and what a study makes of it."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import optuna
@@ -9,6 +10,8 @@ from test_optimize import make  # noqa: F401  (a fixture)
 from test_strategy import SLO, drive, result
 from test_strategy import make as make_study
 
+from tuner.budget import Clock, Plan
+from tuner.endgame import Endgame
 from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResult
 from tuner.search.beliefs import Beliefs
 from tuner.search.model import ModelStrategy
@@ -191,3 +194,18 @@ def test_a_search_with_time_left_repeats_what_is_close_beside_the_baseline(make)
         assert repeat.violations["ttft_p95"] == pytest.approx(
             repeat.measurement.value("ttft_p95") / (1.2 * own.measurement.value("ttft_p95")) - 1
         )
+
+
+@pytest.mark.parametrize(
+    ("budget", "repeated"), [(None, True), (2000.0, True), (700.0, False)], ids=["none", "ample", "short"]
+)
+def test_time_that_a_confirmation_can_use_is_not_spent_on_repeats(budget, repeated):
+    study = make_study(TpeStrategy(1), fix=["all"], vary={"max_num_batched_tokens": (1024, 1536)})
+    drive(study, 3)
+    assert study.propose() is None
+    study.strategy.close = lambda history: [r for r in history.results if study.space.changes(r.config)]
+    plan = Plan(10.0, 60.0, 30.0, 3, budget, None, 200.0)
+    clock = Clock(200.0, lambda: 0.0)
+    endgame = Endgame(study, plan, clock, lambda purpose: nullcontext())
+    assert endgame.go_on(left=3) == repeated
+    assert study.repeating == repeated

@@ -1,0 +1,88 @@
+"""The last trials of a search: what the best config needs, what is sure on other loads, what is too close."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from tuner.budget import MAX_PAIRS, Clock, Plan
+from tuner.rehearsal import Rehearsal
+from tuner.search.study import Study
+
+SURE_TRIALS = 2
+"""Of the last trials, those before which a simulation is asked what holds on other loads."""
+MOST_REPEATED, REPEATS = 3, 2
+"""Configs that are repeated at once, beside the baseline, and how often."""
+ENOUGH = 10
+"""Trials of a search before its last ones repeat any: a short one has better things to try."""
+
+
+@dataclass(frozen=True)
+class Endgame:
+    """Queues trials. ``spending``: counts what passes meanwhile for a purpose."""
+
+    study: Study
+    plan: Plan
+    clock: Clock
+    spending: Callable[[str], AbstractContextManager[None]]
+    rehearsal: Rehearsal | None = None
+
+    def begin(self, left: int) -> None:
+        """Queue what is due when only so many trials are ``left``."""
+        best = self.study.best()
+        if left <= 1 + MOST_REPEATED and sum(r.launched for r in self.study.results) >= ENOUGH:
+            self._close(left)
+        if best is not None and left < len(self.study.space.changes(best.config)):
+            self._simpler()
+        if left <= SURE_TRIALS:
+            self._sure()
+
+    def go_on(self, left: int) -> bool:
+        """Whether anything is left to try where the strategy has no more; it is queued then."""
+        return self._simpler() or self._sure() or self._close(left)
+
+    def _simpler(self) -> bool:
+        """Does the best config need all that it changes? The main knob stays."""
+        best, space = self.study.best(), self.study.space
+        if best is None:
+            return False
+        changed = [flag for flag in space.flags if flag in space.changes(best.config)]
+        simpler = [(flag, {**best.config, flag: space.baseline[flag]}) for flag in reversed(changed[1:])]
+        queued = [
+            self.study.enqueue(c, f"best without {flag}") for flag, c in simpler if not space.refusals(c)
+        ]
+        return any(queued)
+
+    def _sure(self) -> bool:
+        """The best config of which a simulation is sure, if it was not tried."""
+        if self.rehearsal is None:
+            return False
+        with self.spending("simulation"):
+            config = self.rehearsal.best()
+        why = "simulated on other loads: holds every bound"
+        return config is not None and self.study.enqueue(config, why)
+
+    def _close(self, left: int) -> bool:
+        """Configs of which a repeat could change what is recommended, and the baseline to compare them with,
+        under a draw of the load that nobody had.
+        """
+        baseline, draw = self.study.baseline, 1 + max((r.draw for r in self.study.results), default=0)
+        if left < 2 or draw > REPEATS or self.study.repeating or not baseline or not baseline.measurement:
+            return False
+        chosen = self.study.close()[: min(MOST_REPEATED, left - 1)]
+        if not chosen or not self._spares(1 + len(chosen)):
+            return False
+        for result in (baseline, *chosen):
+            why = f"trial {result.number} again, on other requests: it is close"
+            self.study.enqueue(result.config, why, draw=draw)
+        return True
+
+    def _spares(self, trials: int) -> bool:
+        """Whether so many trials leave time for as many pairs of a confirmation as are ever planned: where
+        they do not, more pairs tell more of what is close.
+        """
+        if self.plan.budget_seconds is None:
+            return True
+        spent = self.clock.spent + trials * self.plan.trial_seconds
+        return self.plan.pairs_within(spent) >= MAX_PAIRS
