@@ -18,7 +18,7 @@ from tuner.endgame import Endgame
 from tuner.finals import Finals
 from tuner.job import Job
 from tuner.offer import Offer
-from tuner.outcome import Outcome, describe_trial
+from tuner.outcome import Outcome, describe_trial, unseen_stalls
 from tuner.rehearsal import Rehearsal
 from tuner.report.cost import SPENT_ON
 from tuner.runs.load import Traffic, span
@@ -291,6 +291,8 @@ class Optimizer:
         )
         if self.bench.target.restartable:
             self.observer.note(self.plan.describe())
+        if unseen := unseen_stalls(baseline, self.slo):
+            self.observer.note(unseen)
 
     def _loads_seconds(self, start: float) -> float:
         """What is kept of the budget for the comparison at other loads."""

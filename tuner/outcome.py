@@ -20,7 +20,16 @@ that runs was measured and diagnosed as it is."""
 
 ESTIMATE = "ESTIMATE: "
 """Before every sentence about what was simulated."""
-LABELS = {"itl": "ITL", "ttft": "TTFT", "tpot": "TPOT", "e2e": "E2E", "inter_chunk": "inter-chunk latency"}
+LABELS = {
+    "itl": "ITL",
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "e2e": "E2E",
+    "inter_chunk": "inter-chunk latency",
+    "max_stall": "longest stall",
+}
+UNSEEN = 2.0
+"""Times P99 ITL, from which on a request's longest stall is taken not to be among what P99 sees."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ def better(best: TrialResult, space: Space, slo: Slo, confirmation: Confirmation
     """``max_num_seqs 16 -> 12: ITL P99 412 ms -> 138 ms (-66 %, …), …, confirmed on fresh runs``."""
     main = confirmation.change(slo.objective.name)
     shown = [name for name in ("throughput", "ttft_p95", "itl_p99") if name != main.metric]
-    rest = ", ".join(_aside(confirmation.change(name)) for name in shown[:2])
+    rest = ", ".join(_aside(confirmation.change(name)) for name in shown)
     sentence = (
         f"{describe_changes(space.changes(best.config))}: {label(main.metric)} {main}, {rest}, "
         f"confirmed on fresh runs ({confirmation.pairs} pairs)"
@@ -108,6 +117,8 @@ def without_confirmation(
             tried = "the other config measured no better within the SLO"
         value = format_value(slo.objective.metric, baseline.value(slo.objective))
         sentence = f"Nothing beats your config: {label(slo.objective.name)} {value}, and {tried}"
+        if unseen := unseen_stalls(baseline, slo):
+            sentence += f". {unseen}"
         if len(launched) == 1:
             sentence = f"Your config was compared with none ({label(slo.objective.name)} {value}): {ended}"
         return Outcome("baseline", sentence, ended)
@@ -123,6 +134,21 @@ def without_confirmation(
         f"No feasible config: none of {len(launched)} held the SLO ({slo.describe()}). "
         f"Closest came {changes}: missed {missed or closest.reason}",
         ended,
+    )
+
+
+def unseen_stalls(baseline: TrialResult, slo: Slo) -> str:
+    """What a percentile of all gaps does not see: stalls that fewer gaps have than its share; "" for none."""
+    measured = baseline.measurement
+    if measured is None or slo.objective.metric != "itl_p99":
+        return ""
+    stall, seen = measured.value("max_stall_mean"), baseline.value(slo.objective)
+    if not stall > UNSEEN * seen:
+        return ""
+    longest, tail = format_value("max_stall_mean", stall), format_value("itl_p99", seen)
+    return (
+        f"{label(slo.objective.name)} ({tail}) does not see the stalls, for too few gaps are stalled: the "
+        f"longest gap of a request is {longest} on average. --slo stall makes that best"
     )
 
 

@@ -1,6 +1,6 @@
 """Service level objectives: what a config must hold to be feasible, and what is made best among those.
 
-An SLO is a preset (``itl``, ``ttft``, ``throughput``) or bounds as in :mod:`loadgen.slo`, for example
+An SLO is a preset (``itl``, ``stall``, ``ttft``, ``throughput``) or bounds as in :mod:`loadgen.slo`, such as
 ``itl_p99<50ms,ttft_p95{class=short}<300ms,throughput>100``.
 """
 
@@ -124,6 +124,12 @@ PRESETS: Mapping[str, Slo] = {
         Objective("itl_p99", "minimize"),
         (NO_FAILURE, NO_BACKLOG),
         (RelativeBound("throughput", ">=", 0.9), RelativeBound("ttft_p95", "<=", 1.2), NO_LONGER_STALLS),
+    ),
+    "stall": Slo(
+        "stall",
+        Objective("max_stall_mean", "minimize"),
+        (NO_FAILURE, NO_BACKLOG),
+        (RelativeBound("throughput", ">=", 0.9), RelativeBound("ttft_p95", "<=", 1.2)),
     ),
     "ttft": Slo(
         "ttft",

@@ -39,7 +39,9 @@ class AnalyticTarget(Target):
         run_fault: Callable[[Mapping[str, Any]], None] = lambda config: None,
         itl_factor: Callable[[Mapping[str, Any], int | None], float] = lambda config, seed: 1.0,
         failing: Callable[[Mapping[str, Any]], bool] = lambda config: False,
+        stall_every: int = 20,
     ) -> None:
+        self.stall_every = stall_every
         self.start_fault, self.run_fault, self.itl_factor, self.failing = (
             start_fault,
             run_fault,
@@ -96,9 +98,10 @@ class AnalyticServer(OpenTarget):
         )
 
     def _served(self, request: PlannedRequest, begin: float, factor: float) -> RequestRecord:
-        """Every 20th token comes after a full step, the others after 30 ms."""
+        """Every ``stall_every``-th token comes after a full step, the others after 30 ms."""
         first = begin + ttft(self.config, len(request.prompt_token_ids or ()))
-        gaps = [stall(self.config) * factor if k % 20 == 0 else 0.03 for k in range(1, request.max_tokens)]
+        every, full = self.target.stall_every, stall(self.config) * factor
+        gaps = [0.03 if k % every else full for k in range(1, request.max_tokens)]
         stamps = [first]
         for gap in gaps:
             stamps.append(stamps[-1] + gap)

@@ -307,3 +307,21 @@ def test_only_flags_that_differ_from_the_users_are_given(make):
     assert all(flags["dtype"] == "float32" for flags in target.opened)
     start = target.opened[1]
     assert set(start) == {"max_num_seqs", "dtype", "max_num_batched_tokens"}
+
+
+def test_a_tail_that_does_not_see_the_stalls_is_said_not_to(make):
+    """Each of these answers, of 160 to 240 tokens, is stalled once: one gap in two hundred."""
+    notebook, job = Notebook(), {"workload": "rag", "fix": ("all",), "vary": {"max_num_seqs": (64, 128)}}
+    outcome = make(AnalyticTarget(stall_every=150), notebook, **job).run()
+    assert outcome.kind == "baseline"
+    assert "ITL P99 (30 ms) does not see the stalls" in outcome.sentence
+    assert (
+        "the longest gap of a request is 1.22 s on average. --slo stall makes that best" in outcome.sentence
+    )
+    assert any("does not see the stalls" in note for note in notebook.notes)
+
+
+def test_a_tail_of_stalls_is_not_said_to_miss_them(make):
+    notebook, job = Notebook(), {"workload": "rag", "fix": ("all",), "vary": {"max_num_seqs": (64, 128)}}
+    assert "stalls" not in make(AnalyticTarget(), notebook, **job).run().sentence
+    assert not any("stalls" in note for note in notebook.notes)

@@ -154,3 +154,10 @@ def test_goodput_is_compared_by_the_latency_that_is_bounded():
     assert parse_slo("throughput>10").compared.name == "goodput"
     assert parse_slo("itl").compared.name == "itl_p99"
     assert parse_slo("throughput").compared.name == "throughput"
+
+
+def test_stall_preset_minimises_what_the_itl_preset_only_bounds():
+    slo = PRESETS["stall"]
+    assert slo.objective == Objective("max_stall_mean", "minimize")
+    bounds = slo.resolve(lambda metric, cls: 1.0)
+    assert {b.metric for b in bounds} == {"failed", "backlog", "throughput", "ttft_p95"}

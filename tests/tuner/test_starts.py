@@ -41,3 +41,7 @@ def test_a_budget_is_never_smaller_than_the_places():
 def test_published_budgets_are_carried_over_by_the_speed_of_prefill():
     assert starts("ttft")[0][0] == {"max_num_batched_tokens": 8192}
     assert starts("ttft", speed=10_000.0)[0][0] == {"max_num_batched_tokens": 2048}
+
+
+def test_stalls_start_where_inter_token_latency_does():
+    assert [flags for flags, _ in starts("stall")] == [flags for flags, _ in starts("itl")]

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from loadgen.slo import family_of
 from tuner.slo import Slo
 from tuner.space.space import Config
 
@@ -81,7 +82,9 @@ def starting_points(
         tokens = max(baseline["max_num_batched_tokens"], seqs)
         flags = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs}
         yield flags, "start: every place of max_num_seqs is taken"
-    family = slo.objective.metric.partition("_")[0]
+    family = family_of(slo.objective.metric)
+    if family == "max_stall":  # what smooths the one shortens the other
+        family = "itl"
     if family == "goodput":
         bounded = {bound.metric.partition("_")[0] for bound in slo.bounds}
         family = "ttft" if "ttft" in bounded and "itl" not in bounded else "itl"
