@@ -59,8 +59,9 @@ def running(problem: Problem, entry: Entry, flags: Mapping[str, Any]) -> int:
     return min(wanted, int(flags[SEQS]))
 
 
-def sketch_of(problem: Problem) -> Sketch:
-    survey, entry = survey_of(problem), table(problem).entry(problem.baseline)
+def sketch_of(problem: Problem, entry: Entry) -> Sketch:
+    """``entry``: the baseline's."""
+    survey = survey_of(problem)
     if problem is MEASURED:
         with server_of(problem).open(problem.baseline) as server:
             schedules = TABLE_SETTING.load(server, 0, problem.run_seconds).rungs()
@@ -81,7 +82,7 @@ def sketched_table(problem: Problem, cache: Path = CACHE) -> Table:
     """What the sketch predicts; like the other priors it sees other requests than the truth does."""
 
     def make() -> Builder:
-        sketch = sketch_of(problem)
+        sketch = sketch_of(problem, table(problem).entry(problem.baseline))
         print(f"{problem.name}: {sketch.describe()}", flush=True)
         return Builder(problem, sketch.target, seed=7)
 

@@ -174,12 +174,13 @@ class Builder:
         """From the highest limits down: what never binds stands for all below that would not either."""
         entries: dict[Key, Entry] = {}
         for flags in sorted(self.problem.configs(), key=self.problem.key, reverse=True):
-            entries.setdefault(self.problem.key(flags), self._entry(flags))
+            entries.setdefault(self.problem.key(flags), self.entry(flags))
         baseline = self.problem.baseline
-        entries.setdefault(self.problem.key(baseline), self._entry(baseline))
+        entries.setdefault(self.problem.key(baseline), self.entry(baseline))
         return Table(self.problem, entries)
 
-    def _entry(self, flags: Mapping[str, Any]) -> Entry:
+    def entry(self, flags: Mapping[str, Any]) -> Entry:
+        """Of one config, which may be a run anew."""
         key = self.problem.key(flags)
         tokens, seqs, _, threshold, drafts = key
         given = {**flags, THRESHOLD: threshold}

@@ -58,4 +58,4 @@ def test_probes():
     assert (len(burst.requests), burst.mode, burst.concurrency) == (40, "closed", 16)
     lone = lone_schedule(32000, 1024, 16, 0)
     assert {len(r.prompt_token_ids) for r in lone.requests} == {1024}
-    assert {r.max_tokens for r in lone.requests} == {1}
+    assert {r.max_tokens for r in lone.requests} == {16}

@@ -65,11 +65,11 @@ WIDTH, LAYERS = 4096, 1 / 128
 """Of a model whose weights are not known; and how many layers models have for their width."""
 BUSY = 0.7
 """Of the most requests that ran at once, how many usually do."""
-WANDER = {"launch": 1.0, "weights": 0.5, "per_token": 0.5, "per_context": 1.0, "entry": 1.0}
+WANDER = {"launch": 1.5, "weights": 0.5, "per_token": 0.5, "per_context": 1.0, "entry": 1.0}
 """How far a coefficient may be from where it begins: a standard deviation, in logarithm."""
 HELD = {*LATENCIES, "throughput"} - {"inter_chunk"}
 """Families of figures that are to be reproduced; gaps of chunks are those of tokens."""
-EXACT, ROUGH = 0.03, 0.1
+EXACT, ROUGH = 0.03, 0.05
 """By how much (in logarithm) a median or a rate, and any other figure, may be off and is reproduced."""
 MOVE, ROUNDS = 0.1, 8
 """By how much (in logarithm) a coefficient is moved to see what it does; and how often all are at most."""
