@@ -1,19 +1,21 @@
 """``vtune optimize`` as a process against a fake server: signals, resuming, and what is left running."""
 
 import json
+import os
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 import vtune_process
-from vtune_process import PATIENCE_SECONDS, VTUNE, assert_no_server_is_left, target, wait_for
+from vtune_process import PATIENCE_SECONDS, Vtune, assert_no_server_is_left, target, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 
 
-def command(*arguments, fake=(), trials=2):
+def words(*arguments, fake=(), trials=2):
     """A study of about a second a trial; the start-up probe counts among the fake's completions."""
     common = ["--study", "s", "--out", "out"]
     if not arguments or arguments[0] != "resume":
@@ -22,40 +24,34 @@ def command(*arguments, fake=(), trials=2):
         common += ["--slo", "ttft_p95<60s"]  # held on however busy a machine
     else:
         arguments = arguments[1:]
-    return [*VTUNE, "optimize", *common, *arguments]
-
-
-@pytest.fixture
-def run(tmp_path):
-    def run_(*arguments, **kwargs):
-        return subprocess.run(
-            command(*arguments, **kwargs),
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-        )
-
-    return run_
+    return ["optimize", *common, *arguments]
 
 
 @pytest.fixture
 def start(tmp_path):
-    """A process in the background, with stderr in a file that can be waited on."""
+    """A process in the background."""
     started = []
 
     def start_(*arguments, **kwargs):
-        words = command(*arguments, **kwargs)
-        with open(tmp_path / "stderr", "w") as log:
-            process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=log, text=True)
-        started.append(process)
-        return process
+        name = f"vtune-{len(started)}"
+        started.append(Vtune(tmp_path, *words(*arguments, **kwargs), name=name))
+        return started[-1]
 
     yield start_
     for process in started:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
+        process.kill()
+
+
+@pytest.fixture
+def run(start):
+    """A process that has ended."""
+
+    def run_(*arguments, **kwargs):
+        process = start(*arguments, **kwargs)
+        process.wait()
+        return process
+
+    return run_
 
 
 def url_of(tmp_path):
@@ -93,13 +89,12 @@ def test_a_whole_study_with_a_region_that_runs_out_of_memory(run, tmp_path):
 
 def test_kill_9_loses_one_trial_and_one_process_goes_on(start, run, tmp_path):
     process = start(trials=2)
-    wait_for(tmp_path / "stderr", "load 1 of 2", times=3)
+    wait_for(process.err, "load 1 of 2", times=3)
     process.send_signal(signal.SIGSTOP)  # or it is done by the time that a busy machine has started another
     second = run("resume")
     assert second.returncode == 2
     assert "in use by another vtune" in second.stderr
     process.kill()
-    process.wait()
     before = launched(tmp_path)
     assert len(before) >= 2
     assert [t.state.name for t in trials(tmp_path)].count("RUNNING") == 1
@@ -118,14 +113,12 @@ def test_kill_9_loses_one_trial_and_one_process_goes_on(start, run, tmp_path):
 
 def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start, run, tmp_path):
     process = start()
-    wait_for(tmp_path / "stderr", "load 1 of 2", times=2)
+    wait_for(process.err, "load 1 of 2", times=2)
     process.send_signal(signal.SIGINT)
-    stdout, _ = process.communicate(timeout=PATIENCE_SECONDS)
-    stderr = (tmp_path / "stderr").read_text()
-    assert process.returncode == 130
-    assert stdout.startswith("Interrupted; best so far")
-    assert "go on with: vtune optimize --study s --out out" in stderr
-    assert "Traceback" not in stderr
+    assert process.wait() == 130
+    assert process.stdout.startswith("Interrupted; best so far")
+    assert "go on with: vtune optimize --study s --out out" in process.stderr
+    assert "Traceback" not in process.stderr
     assert json.loads((tmp_path / "out" / "report.json").read_text())["verdict"] == "interrupted"
     assert_no_server_is_left(tmp_path)
     other = run("resume", "--rate", "7")
@@ -138,23 +131,21 @@ def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start, run, tmp_path):
 
 def test_ctrl_c_while_a_server_starts(start, tmp_path):
     process = start(fake=("--start-delay", "60"))
-    wait_for(tmp_path / "stderr", "starting the server")
+    wait_for(process.err, "starting the server")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 130
-    assert "Traceback" not in (tmp_path / "stderr").read_text()
+    assert process.wait() == 130
+    assert "Traceback" not in process.stderr
     assert_no_server_is_left(tmp_path)
 
 
 def test_a_second_ctrl_c_is_harder_and_leaves_no_server(start, tmp_path):
     process = start(fake=("--fault", "ignore-term"))
-    wait_for(tmp_path / "stderr", "load 1 of 2")
+    wait_for(process.err, "load 1 of 2")
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 130
-    assert "Traceback" not in (tmp_path / "stderr").read_text()
+    assert process.wait() == 130
+    assert "Traceback" not in process.stderr
     assert_no_server_is_left(tmp_path)
 
 
@@ -189,22 +180,21 @@ def test_a_port_that_is_always_taken_ends_the_run_with_what_to_do(run, tmp_path)
 
 def test_a_load_generator_that_is_killed_costs_nothing_but_time(start, tmp_path):
     process = start()
-    wait_for(tmp_path / "stderr", "load 1 of 2", times=2)
+    wait_for(process.err, "load 1 of 2", times=2)
     clients = []
     while not clients:
         children = psutil.Process(process.pid).children()
         clients = [child for child in children if "loadgen.worker" in child.cmdline()]
     clients[0].kill()
-    process.communicate(timeout=PATIENCE_SECONDS)
-    assert process.returncode == 0
-    assert "is lost, and tried again: the client process ended" in (tmp_path / "stderr").read_text()
+    assert process.wait() == 0
+    assert "is lost, and tried again: the client process ended" in process.stderr
     assert len(launched(tmp_path)) == 1 + 2
     assert not [t for t in trials(tmp_path) if t.state.name == "RUNNING"]
     assert_no_server_is_left(tmp_path)
 
 
-def test_a_clock_that_jumps(run, tmp_path, monkeypatch):
-    """In this process and in those that it starts: a day back or forth whenever it is read."""
+def test_a_clock_that_jumps(tmp_path):
+    """In an interpreter of its own and in those that it starts: a day back or forth whenever it is read."""
     jumping = (
         "import itertools, time\n"
         "jumps, seconds, nanoseconds = itertools.cycle((86400, -86400)), time.time, time.time_ns\n"
@@ -213,8 +203,14 @@ def test_a_clock_that_jumps(run, tmp_path, monkeypatch):
     )
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text(jumping)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
-    ran = run(trials=1)
+    ran = subprocess.run(
+        [sys.executable, "-c", "from vtune_cli import main; main()", *words(trials=1)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "path")},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
     assert ran.returncode == 0, ran.stderr
     assert "Traceback" not in ran.stderr
     report = json.loads((tmp_path / "out" / "report.json").read_text())

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import vtune_process
 from postgres import postgres, reason_to_skip
-from vtune_process import FAKE, PATIENCE_SECONDS, VTUNE, assert_no_server_is_left, wait_for
+from vtune_process import FAKE, Vtune, assert_no_server_is_left, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 WRAPPER = """
@@ -28,45 +26,38 @@ os.execv(sys.executable, [sys.executable, "-S", *sys.argv[1:]])
 
 
 class Processes:
-    """``vtune optimize`` in ``place``, each with its standard error in NAME.err."""
+    """``vtune optimize`` in ``place``, by name."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        self.started: dict[str, subprocess.Popen[str]] = {}
+        self.started: dict[str, Vtune] = {}
         (place / "wrapper.py").write_text(WRAPPER)
 
-    def start(self, name: str, *arguments: str, trials: int = 4, **environment: str) -> subprocess.Popen[str]:
+    def start(self, name: str, *arguments: str, trials: int = 4, **environment: str) -> Vtune:
         words = [sys.executable, "-S", "wrapper.py", str(FAKE), "fake", "--time-scale", "0.2"]
-        command = [
-            *VTUNE, "optimize", "--study", "s", "--out", "out", "--rate", "25", "--workload", "random",
+        whole = [
+            "optimize", "--study", "s", "--out", "out", "--rate", "25", "--workload", "random",
             "--target", f"{shlex.join(words)} {{flags}} --port {{port}}", "--run-time", "1s", "--pairs", "2",
             "--trials", str(trials), "--slo", "ttft_p95<60s", "--strategy", "random", *arguments,
         ]  # fmt: skip
-        environment = {**os.environ, **environment}
-        with open(self.place / f"{name}.err", "w") as log, open(self.place / f"{name}.out", "w") as out:
-            process = subprocess.Popen(
-                command, cwd=self.place, stdout=out, stderr=log, text=True, env=environment
-            )
-        self.started[name] = process
-        return process
+        self.started[name] = Vtune(self.place, *whole, name=name, environment=environment)
+        return self.started[name]
 
     def wait_for(self, name: str, text: str, times: int = 1) -> None:
-        wait_for(self.place / f"{name}.err", text, times)
+        wait_for(self.started[name].err, text, times)
 
     def finish(self, name: str) -> int:
-        return self.started[name].wait(PATIENCE_SECONDS)
+        return self.started[name].wait()
 
     def said(self, name: str) -> str:
-        return (self.place / f"{name}.out").read_text()
+        return self.started[name].stdout
 
     def noted(self, name: str) -> str:
-        return (self.place / f"{name}.err").read_text()
+        return self.started[name].stderr
 
     def end(self) -> None:
         for process in self.started.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+            process.kill()
 
 
 @pytest.fixture
