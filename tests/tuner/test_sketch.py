@@ -1,0 +1,232 @@
+"""A server drawn from what its baseline measured: on simulated servers, whose step times are known."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import optuna
+import pytest
+from analytic_target import AnalyticTarget
+from llama_8b import CONFIG
+
+from engine.step_times import StepTimes
+from loadgen.targets.simulated import SimulatedTarget
+from loadgen.workload import Length, RequestClass, Workload
+from tuner.command import Options, run
+from tuner.interrupts import Interrupts
+from tuner.job import Job
+from tuner.observer import Observer
+from tuner.optimize import Optimizer
+from tuner.runs.load import Load, span
+from tuner.runs.measure import Run, measure
+from tuner.runs.result import Measurement, Reading, TrialResult
+from tuner.runs.survey import Survey, time_alone
+from tuner.search.prior import PriorError, SimulatedPrior, make_simulator
+from tuner.search.sketch import NoSketch, Sketch, draw
+from tuner.slo import parse_slo
+from tuner.space.space import effective
+from tuner.space.startlog import read_start_log
+from tuner.trial import Bench
+
+SLO = parse_slo("itl_p99<50ms,ttft_p95<1s")
+TIMES = StepTimes(launch=4e-3, weights=9e-3, per_token=1e-4, per_row=3e-5, per_context=8e-8, per_pair=5e-9)
+FLAGS = {"max_num_batched_tokens": 1024, "max_num_seqs": 64, "max_model_len": 4096}
+CLASSES = (
+    RequestClass("chat", 3, Length(300, 0.5), Length(40, 0.5)),
+    RequestClass("rag", 1, Length(1600), Length(60)),
+)
+LOAD = Load(Workload("made up", CLASSES), seed=0, seconds=8.0, rate=5.0)
+
+
+def simulated(folder: Path) -> SimulatedTarget:
+    """A server that steps by TIMES, with the memory of an 8B model."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "times.json").write_text(TIMES.to_json())
+    return SimulatedTarget(f"simulated:{folder / 'times.json'}", str(folder / "config.json"))
+
+
+def measured(target: SimulatedTarget, flags: Mapping[str, Any]) -> Measurement:
+    with target.open(flags) as server:
+        return measure([Run(server.run(schedule), span(schedule)) for schedule in LOAD.rungs()], SLO)
+
+
+@pytest.fixture(scope="module")
+def truth(tmp_path_factory: pytest.TempPathFactory) -> SimulatedTarget:
+    return simulated(tmp_path_factory.mktemp("truth"))
+
+
+@pytest.fixture(scope="module")
+def survey(truth: SimulatedTarget) -> Survey:
+    with truth.open(FLAGS) as server:
+        speed, itl = time_alone(server, 4096, 0, lambda to, load: to.run(load))
+        told = read_start_log(server.log_tail(), "vllm", FLAGS, proportional=True)
+    assert told.memory is not None
+    return Survey(4096, 40.0, speed, rate=5.0, lone_itl=itl, memory=told.memory.to_json())
+
+
+@pytest.fixture(scope="module")
+def baseline(truth: SimulatedTarget) -> TrialResult:
+    config = effective(FLAGS, "vllm")
+    found = measured(truth, FLAGS)
+    return TrialResult(0, config, "baseline", "measured", measurement=found, peak_running=12)
+
+
+@pytest.fixture(scope="module")
+def sketch(survey: Survey, baseline: TrialResult) -> Sketch:
+    return draw(survey, baseline, LOAD.rungs(), SLO)
+
+
+def test_a_sketch_reproduces_the_baseline_that_it_was_drawn_of(sketch: Sketch) -> None:
+    assert {"itl_p50", "itl_p99", "ttft_p95", "throughput"} < sketch.errors.keys()
+    assert max(map(abs, sketch.errors.values())) < 0.1
+    assert sketch.coefficients["per_token"] == pytest.approx(TIMES.per_token, rel=0.15)
+    assert "ms a prompt token" in sketch.describe()
+    assert "its own ITL P99 is off by" in sketch.describe()
+
+
+@pytest.mark.parametrize("change", [{"max_num_batched_tokens": 256}, {"long_prefill_token_threshold": 128}])
+def test_a_sketch_predicts_configs_that_were_not_measured(
+    sketch: Sketch, truth: SimulatedTarget, change: dict[str, int]
+) -> None:
+    own, other = (measured(truth, {**FLAGS, **more}) for more in ({}, change))
+    predicted = measured(sketch.target, {**FLAGS, **change})
+    assert other.value("itl_p99") < 0.7 * own.value("itl_p99"), "or there is nothing to predict"
+    for name in ("itl_p50", "itl_p99", "ttft_p50", "ttft_p95"):
+        assert predicted.value(name) == pytest.approx(other.value(name), rel=0.15), name
+
+
+def test_a_sketch_is_flat_in_flags_whose_effect_nobody_has_measured(sketch: Sketch) -> None:
+    prior = SimulatedPrior(sketch.target, LOAD, SLO, lambda config: config)
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
+    unknown = (
+        {},
+        {"kv_cache_dtype": "fp8"},
+        {"speculative_config": drafts},
+        {"cudagraph_capture_sizes": [1]},
+    )
+    own, *others = (prior.predict({**sketch.baseline, **more}) for more in unknown)
+    assert own.values["itl_p99"] > 0
+    assert [other.values for other in others] == [own.values] * 3
+
+
+def test_the_pool_goes_with_the_memory_where_the_start_log_tells(sketch: Sketch) -> None:
+    def tokens(drawn: Sketch, share: float) -> int:
+        with drawn.target.open({"gpu_memory_utilization": share}) as server:
+            return server.simulation.config.num_gpu_blocks_override * 16
+
+    assert tokens(sketch, 0.92) == pytest.approx(sketch.kv_tokens, abs=32)
+    assert tokens(sketch, 0.75) < 0.8 * tokens(sketch, 0.92)
+    unknown = replace(sketch, memory=None)
+    assert tokens(unknown, 0.75) == tokens(unknown, 0.92)
+    assert "the same KV pool" in unknown.describe()
+
+
+def test_a_sketch_without_memory_plan_or_lone_request(
+    survey: Survey, baseline: TrialResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An old study, or a server that logs nothing."""
+    monkeypatch.setattr("tuner.search.sketch.ROUNDS", 3)
+    blind = replace(survey, memory=None, lone_itl=math.nan)
+    drawn = draw(blind, replace(baseline, peak_running=None), LOAD.rungs(), SLO)
+    assert max(abs(drawn.errors[name]) for name in ("itl_p50", "itl_p99", "ttft_p95")) < 0.1
+    assert drawn.memory is None
+
+
+def test_a_sketch_survives_the_storage(sketch: Sketch) -> None:
+    again = Sketch.from_json(json.loads(json.dumps(sketch.to_json())))
+    assert again == sketch
+    assert Sketch.from_json(replace(sketch, memory=None).to_json()).memory is None
+
+
+def optimizer_of(folder: Path, notes: list[str]) -> Optimizer:
+    observer = Observer()
+    observer.note = notes.append  # type: ignore[method-assign]
+    return Optimizer(Job(), Bench(AnalyticTarget(), observer, Interrupts(), folder), optuna.create_study())
+
+
+def test_a_sketch_is_kept_with_the_study(sketch: Sketch, tmp_path: Path) -> None:
+    optimizer = optimizer_of(tmp_path, [])
+    optimizer.record.set_user_attr("sketch", sketch.to_json())
+    kept = optimizer.sketch()
+    assert kept is not None
+    assert measured(kept, {}).value("itl_p50") == measured(sketch.target, {}).value("itl_p50")
+
+
+def test_a_study_whose_baseline_failed_has_no_prior_and_says_why(
+    survey: Survey, baseline: TrialResult, tmp_path: Path
+) -> None:
+    optimizer = optimizer_of(tmp_path, notes := [])
+    optimizer.survey = survey
+    failed = replace(baseline, status="failed", measurement=None)
+    optimizer.study = SimpleNamespace(baseline=failed)  # type: ignore[assignment]
+    assert optimizer.sketch() is None
+    assert notes == ["no prior: the baseline could not be measured"]
+
+
+@pytest.mark.parametrize(
+    ("known", "result", "reason"),
+    [
+        ({}, {"status": "failed", "measurement": None}, "baseline could not be measured"),
+        ({}, {"measurement": Measurement({"ttft_p95": Reading(0.1)}, 20.0)}, "no ITL"),
+        ({"prefill_speed": math.nan}, {}, "lone prefill"),
+    ],
+)
+def test_what_is_missing_is_said(
+    survey: Survey, baseline: TrialResult, known: dict[str, Any], result: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(NoSketch, match=reason):
+        draw(replace(survey, **known), replace(baseline, **result), LOAD.rungs(), SLO)
+
+
+def test_which_prior_is_asked(truth: SimulatedTarget) -> None:
+    def made(name: str, target: str) -> Any:
+        return make_simulator(name, target, "m", sketch=lambda: truth)()
+
+    assert made("auto", "vllm") is truth
+    assert made("auto", "my-server {flags}") is truth
+    assert made("auto", "simulated:h100") is made("auto", "http://127.0.0.1:1") is None
+    assert made("none", "vllm") is None
+    assert made("sketch", "simulated:h100") is truth
+    with pytest.raises(PriorError, match="sketch"):
+        make_simulator("scetch", "vllm", "m")
+
+
+def test_a_study_with_a_sketch(
+    truth: SimulatedTarget,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tuner.search.sketch.ROUNDS", 1)
+    options = Options(
+        target=truth.name,
+        model=truth._model_name,
+        prior="sketch",
+        slo=SLO.text,
+        workload=str(workload(tmp_path)),
+        rate=5.0,
+        run_seconds=4.0,
+        trials=1,
+        pairs=2,
+        flags="--max-num-batched-tokens 1024 --max-num-seqs 64 --max-model-len 4096",
+        fix=("all",),
+        vary=("max_num_batched_tokens=256",),
+        out=tmp_path / "out",
+        study="drawn",
+    )
+    assert run(options) in (0, 1)
+    assert "prior: sketch of the baseline: 0." in capsys.readouterr().err
+
+
+def workload(folder: Path) -> Path:
+    """Of CLASSES, in short."""
+    path = folder / "workload.json"
+    classes = [{"name": "chat", "prompt": 300, "output": 30}, {"name": "rag", "prompt": 1600, "output": 30}]
+    path.write_text(json.dumps({"classes": classes}))
+    return path
