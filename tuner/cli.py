@@ -24,7 +24,7 @@ def optimize(
     slo: Annotated[
         str | None,
         typer.Option(
-            help="itl, stall, ttft, throughput, or bounds like 'itl_p99<50ms,ttft_p95{class=short}<300ms'. [itl]"
+            help="itl, stall, ttft, throughput, or bounds: 'itl_p99<50ms,ttft_p95{class=short}<300ms'. [itl]"
         ),
     ] = None,
     model: Annotated[

@@ -48,10 +48,10 @@ class Endgame:
         if best is None:
             return False
         changed = [flag for flag in space.flags if flag in space.changes(best.config)]
-        simpler = [(flag, {**best.config, flag: space.baseline[flag]}) for flag in reversed(changed[1:])]
-        queued = [
-            self.study.enqueue(c, f"best without {flag}") for flag, c in simpler if not space.refusals(c)
-        ]
+        simpler = [(self.study.without_idle(best.config), "best without what seems to do nothing")]
+        for flag in reversed(changed[1:]):
+            simpler.append(({**best.config, flag: space.baseline[flag]}, f"best without {flag}"))
+        queued = [self.study.enqueue(config, why) for config, why in simpler if not space.refusals(config)]
         return any(queued)
 
     def _sure(self) -> bool:

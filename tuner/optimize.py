@@ -24,7 +24,7 @@ from tuner.report.cost import SPENT_ON
 from tuner.runs.load import Traffic, span
 from tuner.runs.result import BASELINE, TrialResult
 from tuner.runs.survey import Survey
-from tuner.search.from_doctor import Hints, of_trial, prescribed
+from tuner.search.from_doctor import Hints, idle_knobs, of_trial, prescribed
 from tuner.search.model import ModelStrategy
 from tuner.search.prior import SimulatedPrior
 from tuner.search.sketch import NoSketch, Sketch, draw
@@ -336,7 +336,8 @@ class Optimizer:
         """In the first half of all trials."""
         strategy = self.study.strategy
         if isinstance(strategy, ModelStrategy):
-            strategy.hints = Hints.of(self._findings(), self.study.space, (self.launched() + left) // 2)
+            until, idle = (self.launched() + left) // 2, idle_knobs(self.study.baseline)
+            strategy.hints = Hints.of(self._findings(), self.study.space, until, idle)
 
     def _findings(self) -> list[Mapping[str, Any]]:
         """The doctor's prescriptions: of the report that was given, else of the baseline's own trial."""

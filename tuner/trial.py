@@ -240,6 +240,7 @@ class Attempt:
             kv_tokens=figures.kv_tokens,
             peak_running=figures.peak_running,
             preemptions=figures.preemptions,
+            peak_kv_usage=figures.peak_kv_usage,
             findings=findings,
             unexamined=unexamined,
         )

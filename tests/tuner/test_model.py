@@ -82,3 +82,18 @@ def test_what_is_safer_than_a_refused_config_is_expected_to_hold_the_bounds_by_m
     safer = ModelStrategy().safer(history, results[-1])
     assert [r.config["max_num_batched_tokens"] for r in safer] == [1400, 1600, 1800, 2048]
     assert ModelStrategy().safer(history, results[0]) == []
+
+
+def test_a_change_that_seems_to_do_nothing_is_left_out():
+    """The formula knows neither memory nor drafts."""
+    study = make(ModelStrategy(1))
+    needed, idle = (
+        {"max_num_seqs", "long_prefill_token_threshold"},
+        {"gpu_memory_utilization", "speculative_config"},
+    )
+    changed = [r for r in drive(study, 12) if study.space.changes(r.config).keys() == needed | idle]
+    assert changed
+    for measured in changed:
+        simpler = study.without_idle(measured.config)
+        assert study.space.changes(simpler).keys() == needed
+        assert study.without_idle(simpler) == simpler

@@ -41,3 +41,14 @@ def test_sglangs_names():
         ),
     ]
     assert read_figures(scrapes) == ServerFigures(kv_tokens=665_690, peak_running=7)
+
+
+def test_the_fullest_engines_pool_counts():
+    page = (
+        "# TYPE vllm:kv_cache_usage_perc gauge\n"
+        'vllm:kv_cache_usage_perc{{engine="0"}} {}\nvllm:kv_cache_usage_perc{{engine="1"}} {}\n'
+    )
+    scrapes = [(k, page.format(*usage)) for k, usage in enumerate([(0.1, 0.3), (0.4, 0.2), (0.2, 0.2)])]
+    assert read_figures(scrapes).peak_kv_usage == 0.4
+    sglang = "# TYPE sglang:token_usage gauge\nsglang:token_usage 0.7\n"
+    assert read_figures([(0, sglang)]).peak_kv_usage == 0.7

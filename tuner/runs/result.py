@@ -84,6 +84,8 @@ class TrialResult:
     """Size of the KV pool, as the server reported it."""
     peak_running: int | None = None
     preemptions: int | None = None
+    peak_kv_usage: float | None = None
+    """Share of the KV pool that requests held at most."""
     records: tuple[str, ...] = ()
     """Files with every request of the trial, relative to the output directory."""
     expected: Mapping[str, float] = field(default_factory=dict)

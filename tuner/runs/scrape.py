@@ -11,7 +11,12 @@ from prometheus_client.parser import text_string_to_metric_families
 _KV_LOG = re.compile(r"KV cache(?: size)?:?\s+([\d,]+) tokens", re.IGNORECASE)
 
 
-_SGLANG = {"sglang:num_running_reqs": "num_requests_running", "sglang:max_total_num_tokens": "kv_tokens"}
+_SGLANG = {
+    "sglang:num_running_reqs": "num_requests_running",
+    "sglang:max_total_num_tokens": "kv_tokens",
+    "sglang:token_usage": "kv_cache_usage_perc",
+}
+_WANTED = {"num_preemptions", "num_requests_running", "cache_config_info", *_SGLANG.values()}
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,8 @@ class ServerFigures:
     peak_running: int | None = None
     preemptions: int | None = None
     """During the load."""
+    peak_kv_usage: float | None = None
+    """Share of the fullest engine's pool, at most, that requests held when it was scraped."""
 
 
 def read_figures(scrapes: Sequence[tuple[int, str]], log: str = "") -> ServerFigures:
@@ -30,22 +37,24 @@ def read_figures(scrapes: Sequence[tuple[int, str]], log: str = "") -> ServerFig
     preempted = [s["num_preemptions"] for s in samples if "num_preemptions" in s]
     running = [s["num_requests_running"] for s in samples if "num_requests_running" in s]
     pools = [s["kv_tokens"] for s in samples if "kv_tokens" in s]
+    usage = [s["kv_cache_usage_perc"] for s in samples if "kv_cache_usage_perc" in s]
     logged = _KV_LOG.findall(log)
     pool = pools[-1] if pools else int(logged[-1].replace(",", "")) if logged else None
     return ServerFigures(
         kv_tokens=None if pool is None else int(pool),
         peak_running=int(max(running)) if running else None,
         preemptions=int(preempted[-1] - preempted[0]) if preempted else None,
+        peak_kv_usage=max(usage) if usage else None,
     )
 
 
 def _samples(text: str) -> dict[str, float]:
-    """Sums over engines of the wanted metrics of one scrape."""
+    """The wanted metrics of one scrape, summed over engines; of their pools' usage the largest."""
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         name = family.name.removeprefix("vllm:").removesuffix("_total")
         name = _SGLANG.get(name, name)
-        if name not in ("num_preemptions", "num_requests_running", "cache_config_info", "kv_tokens"):
+        if name not in _WANTED:
             continue
         for sample in family.samples:
             if name == "cache_config_info":
@@ -53,6 +62,8 @@ def _samples(text: str) -> dict[str, float]:
                 if blocks.isdigit() and size.isdigit():
                     # One block is the null block, which never holds tokens.
                     found["kv_tokens"] = found.get("kv_tokens", 0) + (int(blocks) - 1) * int(size)
+            elif name == "kv_cache_usage_perc":
+                found[name] = max(found.get(name, 0.0), sample.value)
             elif not sample.name.endswith("_created"):
                 found[name] = found.get(name, 0) + sample.value
     return found

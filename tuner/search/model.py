@@ -24,7 +24,7 @@ from tuner.search.gp import Array
 from tuner.search.pool import Pool, Pools, encode
 from tuner.search.prior import Prior
 from tuner.search.strategy import GAIN, History, Strategy, Suggestion
-from tuner.space.space import Space, config_key
+from tuner.space.space import Config, Space, config_key
 
 SIMPLER = 0.1
 """By how much (in logarithm) a change must raise the expected improvement to be worth it."""
@@ -150,6 +150,24 @@ class ModelStrategy(Strategy):
         if known and (ranked or chances[best] < CERTAIN):
             ranked.insert(0, best)  # for it is compared with them under the same draw
         return [measured[i] for i in ranked]
+
+    def without_idle(self, history: History, config: Config) -> Config:
+        """One change after the other is left out, where that may cost nothing for all that is known."""
+        space, beliefs = history.space, self.beliefs(history)
+
+        def expected(config: Config) -> tuple[float, float, float]:
+            x = encode(space, [config])
+            cost, deviation = beliefs.expected(x)
+            return float(cost[0]), float(deviation[0]), float(beliefs.log_feasible(x)[0])
+
+        cost, _, chance = expected(config)
+        for flag in reversed([flag for flag in space.flags if flag in space.changes(config)]):
+            simpler = {**config, flag: space.baseline[flag]}
+            if not space.refusals(simpler):
+                its_cost, deviation, its_chance = expected(simpler)
+                if its_cost <= cost + max(TIE, deviation) and its_chance >= min(chance, math.log(SURE)):
+                    config = simpler
+        return config
 
     def safer(self, history: History, refused: TrialResult) -> list[TrialResult]:
         """By what the models expect: what differs from the refused one to no effect is no safer."""

@@ -98,6 +98,10 @@ class Strategy(ABC):
         """
         return [r for r in self.rank(history) if r.slack >= refused.slack + SLACK]
 
+    def without_idle(self, history: History, config: Config) -> Config:
+        """``config`` less the changes that are not expected to do anything. By default nothing is known."""
+        return config
+
     def close(self, history: History) -> list[TrialResult]:
         """Measured configs of which a repeat could change what is recommended, the likeliest first; empty
         where the best one is clear. By default those that tie with the best and hold, or nearly hold, every

@@ -232,6 +232,10 @@ class Study:
         ranked = self.strategy.rank(told) if refused is None else self.strategy.safer(told, refused)
         return [r for r in ranked if self.space.changes(r.config)]
 
+    def without_idle(self, config: Config) -> Config:
+        """``config`` less the changes that are not expected to do anything: see Strategy."""
+        return self.strategy.without_idle(self._told, config)
+
     def close(self) -> list[TrialResult]:
         """Configs of which a repeat could change what is recommended: see Strategy."""
         return self.strategy.close(self._told)
