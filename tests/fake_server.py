@@ -40,7 +40,7 @@ die-mid-run[:N]     out of memory when the Nth completion (8) arrives
 killed-mid-run[:N]  SIGKILL when the Nth completion (8) arrives
 hang-mid-run[:N]    no token from the Nth completion (8) on
 ill-mid-run[:N]     HTTP 500 for the Nth completion (8) and all later ones, and 503 for /health
-ignore-term         ignores SIGTERM
+ignore-term         says that it ignores SIGTERM, and does
 orphan              leaves a child in a session of its own that ignores SIGTERM
 no-metrics          /metrics answers 404
 flood               prints a line of 1,000 characters for every step
@@ -362,7 +362,7 @@ def fail_at_start(flags: argparse.Namespace, engine: Engine) -> None:
             "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`."
         )
     if "ignore-term" in fault:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: print("SIGTERM is ignored", flush=True))
     if "orphan" in fault:
         stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(3600)"
         subprocess.Popen([sys.executable, "-S", "-c", stubborn], start_new_session=True)

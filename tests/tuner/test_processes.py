@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -15,12 +14,23 @@ from vtune_process import PATIENCE_SECONDS, Vtune, assert_no_server_is_left, tar
 pytestmark = pytest.mark.timeout(600)
 
 
-def words(*arguments, fake=(), trials=2):
-    """A study of about a second a trial; the start-up probe counts among the fake's completions."""
+SHORT = {"rate": 50, "run_time": "0.5s"}
+"""For a study that no signal must meet in the middle of a load."""
+
+
+def words(*arguments, fake=(), trials=2, rate=25, run_time="1s"):
+    """A study of about a second a load; the start-up probe counts among the fake's completions."""
     common = ["--study", "s", "--out", "out"]
     if not arguments or arguments[0] != "resume":
-        common += ["--target", target("--time-scale", "0.2", *fake), "--rate", "25", "--workload", "random"]
-        common += ["--run-time", "1s", "--pairs", "2", "--trials", str(trials)]
+        common += [
+            "--target",
+            target("--time-scale", "0.2", *fake),
+            "--rate",
+            str(rate),
+            "--workload",
+            "random",
+        ]
+        common += ["--run-time", run_time, "--pairs", "2", "--trials", str(trials)]
         common += ["--slo", "ttft_p95<60s"]  # held on however busy a machine
     else:
         arguments = arguments[1:]
@@ -68,9 +78,8 @@ def launched(tmp_path):
 
 def test_a_whole_study_with_a_region_that_runs_out_of_memory(run, tmp_path):
     budgets = ("--fix", "all", "--vary", "max_num_batched_tokens=512,4096")
-    ran = run(
-        "--json", "--flags", "--max-num-batched-tokens 1024", *budgets, fake=("--fault", "oom-above:2048")
-    )
+    flags = ("--json", "--flags", "--max-num-batched-tokens 1024", *budgets)
+    ran = run(*flags, fake=("--fault", "oom-above:2048"), **SHORT)
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout)
     assert report["verdict"] in ("better", "baseline")
@@ -142,7 +151,8 @@ def test_a_second_ctrl_c_is_harder_and_leaves_no_server(start, tmp_path):
     process = start(fake=("--fault", "ignore-term"))
     wait_for(process.err, "load 1 of 2")
     process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
+    (log,) = (tmp_path / "out" / "logs").glob("*.log")
+    wait_for(log, "SIGTERM is ignored")  # its grace has begun
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
     assert "Traceback" not in process.stderr
@@ -159,7 +169,7 @@ def test_a_second_ctrl_c_is_harder_and_leaves_no_server(start, tmp_path):
     ],
 )
 def test_a_server_with_a_fault_ends_in_no_feasible_config(run, tmp_path, fault, reason):
-    ran = run(fake=("--fault", fault), trials=1)
+    ran = run(fake=("--fault", fault), trials=1, **SHORT)
     assert ran.returncode == 1, ran.stderr
     assert "No config served" in ran.stdout
     failed = launched(tmp_path)
@@ -204,7 +214,7 @@ def test_a_clock_that_jumps(tmp_path):
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text(jumping)
     ran = subprocess.run(
-        [sys.executable, "-c", "from vtune_cli import main; main()", *words(trials=1)],
+        [sys.executable, "-c", "from vtune_cli import main; main()", *words(trials=1, **SHORT)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path / "path")},
         capture_output=True,
@@ -221,7 +231,7 @@ def test_a_clock_that_jumps(tmp_path):
 def test_records_that_cannot_be_written(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "trials").write_text("in the way")
-    ran = run()
+    ran = run(**SHORT)
     assert ran.returncode == 2
     assert "error: cannot write" in ran.stderr
     assert "what was measured is kept; go on with: vtune optimize --study s --out out" in ran.stderr

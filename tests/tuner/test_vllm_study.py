@@ -48,9 +48,9 @@ def test_a_study_of_a_vllm(
     options = Options(
         target="vllm",
         flags=f"VAR=x {program} serve M --max-num-seqs 16",
-        rate=25.0,
+        rate=50.0,
         workload="random",
-        run_seconds=1.0,
+        run_seconds=0.5,
         trials=1,
         pairs=2,
         study="s",
