@@ -13,6 +13,7 @@ import numpy as np
 import optuna
 
 from loadgen.target import OpenTarget, Target
+from loadgen.targets.simulated import shape_of
 from tuner.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
 from tuner.endgame import Endgame
 from tuner.finals import Finals
@@ -24,7 +25,7 @@ from tuner.report.cost import SPENT_ON
 from tuner.runs.load import Traffic, span
 from tuner.runs.result import BASELINE, TrialResult
 from tuner.runs.survey import Survey
-from tuner.search.from_doctor import Hints, idle_knobs, of_trial, prescribed
+from tuner.search.from_doctor import Hints, of_trial, prescribed
 from tuner.search.model import ModelStrategy
 from tuner.search.prior import SimulatedPrior
 from tuner.search.sketch import NoSketch, Sketch, draw
@@ -260,7 +261,8 @@ class Optimizer:
             return Sketch.from_json(saved).target
         assert self.study.baseline is not None, "the baseline is told before a prior is asked for"
         try:
-            drawn = draw(self.survey, self.study.baseline, self.load.rungs(), self.slo)
+            shape = shape_of(self.job.model)
+            drawn = draw(self.survey, self.study.baseline, self.load.rungs(), self.slo, shape)
         except NoSketch as reason:
             self.observer.note(f"no prior: {reason}")
             return None
@@ -336,8 +338,7 @@ class Optimizer:
         """In the first half of all trials."""
         strategy = self.study.strategy
         if isinstance(strategy, ModelStrategy):
-            until, idle = (self.launched() + left) // 2, idle_knobs(self.study.baseline)
-            strategy.hints = Hints.of(self._findings(), self.study.space, until, idle)
+            strategy.hints = Hints.of(self._findings(), self.study.space, (self.launched() + left) // 2)
 
     def _findings(self) -> list[Mapping[str, Any]]:
         """The doctor's prescriptions: of the report that was given, else of the baseline's own trial."""

@@ -11,7 +11,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -406,6 +406,46 @@ def _read_model(name: str) -> ModelConfig:
         return load_model_config(path, "gguf" if path.suffix == ".gguf" else "dummy")  # no weights needed
     except (ModelError, FetchError, OSError) as error:
         raise ValueError(f"--model {name}: {error}") from None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a step's work is in proportion to what, whatever the device."""
+
+    pair: float
+    """A query-key pair of attention, to the linear layers of a token."""
+    context: float
+    """Reading the keys and values of a token, to reading all weights, where both are of one type."""
+
+
+def shape_of(model: str) -> Shape | None:
+    """Of a model whose config is on this machine; None for others, and for what the engine does not know."""
+    from engine.devices import Sizes, kv_bytes_per_token, layer_parameters
+
+    here = model if model == HERE or Path(model).exists() else _cached_config(model)
+    try:
+        config = _read_model(here) if here else None
+    except ValueError:
+        return None
+    if config is None:
+        return None
+    layers = layer_parameters(config)
+    head = config.vocab_size * config.hidden_size
+    return Shape(
+        pair=2 * config.num_layers * config.num_heads * config.head_dim / layers,
+        context=kv_bytes_per_token(config, Sizes()) / (Sizes().weights * (layers + head)),
+    )
+
+
+def _cached_config(model: str) -> str:
+    """The config.json that the hub's client has fetched for another program; "" without one."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(model, "config.json")
+    except (ImportError, ValueError):  # HFValidationError is a ValueError: no hub id
+        return ""
+    return found if isinstance(found, str) else ""
 
 
 def _served_name(model: str) -> str:

@@ -16,7 +16,7 @@ from analytic_target import AnalyticTarget
 from llama_8b import CONFIG
 
 from engine.step_times import StepTimes
-from loadgen.targets.simulated import SimulatedTarget
+from loadgen.targets.simulated import Shape, SimulatedTarget, shape_of
 from loadgen.workload import Length, RequestClass, Workload
 from tuner.command import Options, run
 from tuner.interrupts import Interrupts
@@ -133,9 +133,26 @@ def test_a_sketch_without_memory_plan_or_lone_request(
     """An old study, or a server that logs nothing."""
     monkeypatch.setattr("tuner.search.sketch.ROUNDS", 3)
     blind = replace(survey, memory=None, lone_itl=math.nan)
-    drawn = draw(blind, replace(baseline, peak_running=None), LOAD.rungs(), SLO)
+    drawn = draw(blind, replace(baseline, peak_running=None), LOAD.rungs(), SLO, Shape(4e-5, 9e-6))
+    assert drawn.coefficients["per_pair"] == pytest.approx(4e-5 * drawn.coefficients["per_token"])
     assert max(abs(drawn.errors[name]) for name in ("itl_p50", "itl_p99", "ttft_p95")) < 0.1
     assert drawn.memory is None
+
+
+def test_a_models_config_says_what_is_in_proportion(
+    truth: SimulatedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Llama-3.1-8B: 4 * 32 * 4096 FLOP a pair against 2 * 6.98e9 a token, 131,072 bytes against 15.0e9."""
+    shape = shape_of(truth._model_name)
+    assert shape is not None
+    assert shape.pair == pytest.approx(3.76e-5, rel=0.01)
+    assert shape.context == pytest.approx(8.73e-6, rel=0.01)
+    (tmp_path / "config.json").write_text("{}")
+    assert shape_of(str(tmp_path)) is None, "of an architecture that nobody knows"
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file: None)
+    assert shape_of("org/model") is None, "and nothing is fetched"
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file: truth._model_name)
+    assert shape_of("org/model") == shape, "what another program has fetched is read"
 
 
 def test_a_sketch_survives_the_storage(sketch: Sketch) -> None:

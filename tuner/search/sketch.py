@@ -12,10 +12,11 @@ tell them apart for certain, so each begins where transformers have it, and goes
 figures draw it:
 
 - of the step of a lone request LAUNCH is not for weights: kernels wait for each other and for the host;
-- keys and values are read as fast as weights, so that their sizes, which a start log tells, are in proportion
-  to their seconds; where nothing is known of the weights, the whole pool is taken for POOL times as large;
-- attention of a prompt to itself takes as long as the linear layers do where the prompt has six times as many
-  tokens as the model is wide (4 n d FLOP a token and layer against 24 d²);
+- keys and values are read as fast as weights, so that their sizes, which a start log or the model's config
+  tells, are in proportion to their seconds; where neither does, the whole pool is taken for POOL times as
+  large as the weights;
+- of attention the config says how its FLOP compare with those of the linear layers; without one it is 4 d a
+  query-key pair and layer against 24 d² a token, where d follows from the size of the weights or is WIDTH;
 - what a request adds to a step beside its token (logits, sampling, the host) is ROW of a prompt's token.
 """
 
@@ -33,7 +34,7 @@ from scipy.optimize import least_squares
 
 from loadgen.slo import LATENCIES, RATES, family_of
 from loadgen.target import TargetFailed
-from loadgen.targets.simulated import SimulatedTarget, sketched_target
+from loadgen.targets.simulated import Shape, SimulatedTarget, sketched_target
 from loadgen.workload import Schedule
 from tuner.runs.load import span
 from tuner.runs.measure import Run, measure
@@ -62,7 +63,7 @@ LAUNCH, ENTRY = 0.3, 0.1
 POOL = 2.0
 ROW = 0.3
 WIDTH, LAYERS = 4096, 1 / 128
-"""Of a model whose weights are not known; and how many layers models have for their width."""
+"""Of a model of which nothing is known; and how many layers models have for their width."""
 BUSY = 0.7
 """Of the most requests that ran at once, how many usually do."""
 WANDER = {"launch": 1.5, "weights": 0.5, "per_token": 0.5, "per_context": 1.0, "entry": 1.0}
@@ -134,8 +135,17 @@ class Sketch:
         return max(0, self.kv_tokens + self.memory.tokens_more(config, self.baseline))
 
 
-def draw(survey: Survey, baseline: TrialResult, schedules: Sequence[Schedule], slo: Slo) -> Sketch:
-    """``schedules``: what the baseline was loaded with; some forty simulations of it. Raises NoSketch."""
+def draw(
+    survey: Survey,
+    baseline: TrialResult,
+    schedules: Sequence[Schedule],
+    slo: Slo,
+    shape: Shape | None = None,
+) -> Sketch:
+    """``schedules``: what the baseline was loaded with. ``shape``: the model's, where it is known.
+
+    Some forty simulations of the baseline. Raises NoSketch.
+    """
     measured = baseline.measurement
     if baseline.status != "measured" or measured is None:
         raise NoSketch("the baseline could not be measured")
@@ -143,7 +153,7 @@ def draw(survey: Survey, baseline: TrialResult, schedules: Sequence[Schedule], s
         raise NoSketch("the baseline has no ITL")
     if not survey.prefill_speed > 0:
         raise NoSketch("no lone prefill could be timed")
-    fit = _Fit(survey, baseline, measured, schedules, slo)
+    fit = _Fit(survey, baseline, measured, schedules, slo, shape)
     try:
         found = fit.sketch(_fitted(fit))
         return replace(found, errors=fit.errors(found))
@@ -183,16 +193,14 @@ class _Fit:
     measured: Measurement
     schedules: Sequence[Schedule]
     slo: Slo
+    shape: Shape | None
 
     def begin(self) -> dict[str, float]:
         """The free coefficients, where they begin."""
         step, context = self.survey.lone_itl, float(LONE_PROMPT)
         if not step > 0:
             step, context = self.measured.value("itl_p50"), self._usual_context
-        memory, pool = self._memory, self._kv_tokens
-        ratio = POOL / pool if pool else 0.0
-        if memory:
-            ratio = memory.kv_bytes / memory.kv_tokens / memory.fixed
+        ratio = self._context_to_weights
         weights = (1 - LAUNCH) * step / (1 + ratio * context)
         found = {
             "launch": LAUNCH * step,
@@ -205,7 +213,8 @@ class _Fit:
 
     def sketch(self, free: Mapping[str, float]) -> Sketch:
         per_token = free["per_token"]
-        tied = {"per_row": ROW * per_token, "per_pair": per_token / (6 * self._width)}
+        pair = self.shape.pair if self.shape else 1 / (6 * self._width)
+        tied = {"per_row": ROW * per_token, "per_pair": pair * per_token}
         config, context = self.baseline.config, self.survey.max_model_len
         pool = self._kv_tokens or config["max_num_seqs"] * context
         return Sketch({**free, **tied}, config, context, pool, self._memory)
@@ -263,6 +272,15 @@ class _Fit:
     def _width(self) -> float:
         """By 12 d² weights a layer, of two bytes."""
         return (self._memory.fixed / 24 / LAYERS) ** (1 / 3) if self._memory else WIDTH
+
+    @property
+    def _context_to_weights(self) -> float:
+        """Bytes of a token in the pool to those of all weights; 0 where nobody knows."""
+        if memory := self._memory:
+            return memory.kv_bytes / memory.kv_tokens / memory.fixed
+        if self.shape:
+            return self.shape.context
+        return POOL / self._kv_tokens if self._kv_tokens else 0.0
 
 
 def _error(simulated: float, measured: float) -> float:
