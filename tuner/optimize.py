@@ -63,6 +63,8 @@ class Optimizer:
     survey: Survey = field(init=False)
     plan: Plan | None = field(init=False, default=None)
     rehearsal: Rehearsal | None = field(init=False, default=None)
+    drawn: Sketch | None = field(init=False, default=None)
+    """The sketch of the baseline, where that is the prior."""
 
     def __post_init__(self) -> None:
         self.slo: Slo = parse_slo(self.job.slo)
@@ -252,22 +254,24 @@ class Optimizer:
             strategy.prior = prior = SimulatedPrior(simulator, self.load, self.slo, self.flags)
             self.observer.note(f"prior: {prior.source}")
             baseline = self.study.baseline
-            if baseline is not None and baseline.feasible:
+            close = self.drawn is None or self.drawn.faithful(self.slo)
+            if baseline is not None and baseline.feasible and close:
                 self.rehearsal = Rehearsal(prior, self.load, self.slo, baseline.config)
 
     def sketch(self) -> Target | None:
         """What to simulate configs on where nothing is known but the baseline; drawn once for the study."""
         if saved := self.record.user_attrs.get("sketch"):
-            return Sketch.from_json(saved).target
+            self.drawn = Sketch.from_json(saved)
+            return self.drawn.target
         assert self.study.baseline is not None, "the baseline is told before a prior is asked for"
         try:
             shape = shape_of(self.job.model)
-            drawn = draw(self.survey, self.study.baseline, self.load.rungs(), self.slo, shape)
+            self.drawn = draw(self.survey, self.study.baseline, self.load.rungs(), self.slo, shape)
         except NoSketch as reason:
             self.observer.note(f"no prior: {reason}")
             return None
-        self._save("sketch", drawn.to_json())
-        return drawn.target
+        self._save("sketch", self.drawn.to_json())
+        return self.drawn.target
 
     def _make_plan(self) -> None:
         """Needs the baseline's costs; one that failed is taken to cost what a run takes."""

@@ -90,6 +90,12 @@ def test_a_sketch_reproduces_the_baseline_that_it_was_drawn_of(sketch: Sketch) -
     assert "its own ITL P99 is off by" in sketch.describe()
 
 
+def test_a_sketch_is_faithful_where_the_slos_figures_are_reproduced(sketch: Sketch) -> None:
+    assert sketch.faithful(SLO)
+    assert not replace(sketch, errors={**sketch.errors, "ttft_p95": -0.2}).faithful(SLO)
+    assert replace(sketch, errors={**sketch.errors, "itl_p50": -0.2}).faithful(SLO), "no figure of this SLO"
+
+
 @pytest.mark.parametrize("change", [{"max_num_batched_tokens": 256}, {"long_prefill_token_threshold": 128}])
 def test_a_sketch_predicts_configs_that_were_not_measured(
     sketch: Sketch, truth: SimulatedTarget, change: dict[str, int]

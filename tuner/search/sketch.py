@@ -32,7 +32,7 @@ from typing import Any, Self
 import numpy as np
 from scipy.optimize import least_squares
 
-from loadgen.slo import LATENCIES, RATES, family_of
+from loadgen.slo import LATENCIES, RATES, family_of, name_of
 from loadgen.target import TargetFailed
 from loadgen.targets.simulated import Shape, SimulatedTarget, sketched_target
 from loadgen.workload import Schedule
@@ -74,6 +74,9 @@ EXACT, ROUGH = 0.03, 0.05
 """By how much (in logarithm) a median or a rate, and any other figure, may be off and is reproduced."""
 MOVE, ROUNDS = 0.1, 8
 """By how much (in logarithm) a coefficient is moved to see what it does; and how often all are at most."""
+FAITHFUL = 0.15
+"""How close (in logarithm) a sketch must come to the SLO's figures for a confirmation to be rehearsed on it:
+it knows nothing of what makes runs differ, so that its intervals are too narrow for more."""
 FAR = 3.0
 """Errors (in logarithm) beyond are all alike."""
 SPEED, ALONE = "prefill speed alone", "itl alone"
@@ -113,6 +116,11 @@ class Sketch:
             f"{ms['per_token']} a prompt token, {ms['launch']} a step and at least {ms['weights']} for its "
             f"tokens, {ms['per_row']} a request{off}{pool}"
         )
+
+    def faithful(self, slo: Slo) -> bool:
+        """Whether it misses no figure of the SLO by more than FAITHFUL in the baseline itself."""
+        names = (name_of(metric, cls) for metric, cls in slo.metrics)
+        return all(abs(self.errors.get(name, 0.0)) <= FAITHFUL for name in names)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
