@@ -41,6 +41,8 @@ PROMPTS = [
 ]
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+HALF = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+"""Two blocks more than the prompt."""
 
 
 @pytest.fixture(scope="module")
@@ -53,34 +55,42 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="module")
 def verified() -> set[Pair]:
-    """(prompt, output) pairs that the reference confirmed already."""
+    """(prompt, output) pairs that the reference confirmed already; then it confirms what they begin with."""
     return set()
 
 
 @pytest.fixture
-def check(reference: Reference, verified: set[Pair]) -> Callable[[list[Completion]], None]:
-    def check_all(completions: list[Completion]) -> None:
+def check(reference: Reference, verified: set[Pair]) -> Callable[..., None]:
+    def check_all(completions: list[Completion], sampling: SamplingParams = GREEDY) -> None:
         for done in completions:
-            assert len(done.token_ids) == GREEDY.max_tokens
-            pair = (tuple(done.prompt_token_ids), tuple(done.token_ids))
-            if pair not in verified:
+            assert len(done.token_ids) == sampling.max_tokens
+            prompt, output = pair = (tuple(done.prompt_token_ids), tuple(done.token_ids))
+            if not any(p == prompt and longer[: len(output)] == output for p, longer in verified):
                 reference.check_greedy(*pair)
                 verified.add(pair)
 
     return check_all
 
 
+@pytest.fixture(scope="module")
+def warm() -> tuple[LLM, list[Completion]]:
+    """An engine that has completed all prompts, as many at once as arrive, and these completions."""
+    llm = make_llm()
+    return llm, llm.generate(PROMPTS, GREEDY)
+
+
 def make_llm(**flags: object) -> LLM:
     return LLM("bundled", **{"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, **flags})
 
 
-def test_batched(check) -> None:
-    check(make_llm().generate(PROMPTS, GREEDY))
+def test_batched(check, warm) -> None:
+    _, completions = warm
+    check(completions)
 
 
 def test_alone(check) -> None:
     llm = make_llm(enable_prefix_caching=False)
-    check([llm.generate([prompt], GREEDY)[0] for prompt in PROMPTS])
+    check([llm.generate([prompt], HALF)[0] for prompt in PROMPTS], HALF)
 
 
 def test_chunked_at_16_tokens(check) -> None:
@@ -94,10 +104,8 @@ def test_chunked_at_16_tokens(check) -> None:
     assert max(sizes) == 16
 
 
-def test_after_a_prefix_hit(check) -> None:
-    llm = make_llm()
-    warm = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
-    llm.generate(warm, SamplingParams(temperature=0.0, max_tokens=1))
+def test_after_a_prefix_hit(check, warm) -> None:
+    llm, _ = warm
     completions = llm.generate(PROMPTS, GREEDY)
     check(completions)
     for done in completions:
