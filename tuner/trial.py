@@ -241,6 +241,7 @@ class Attempt:
             peak_running=figures.peak_running,
             preemptions=figures.preemptions,
             peak_kv_usage=figures.peak_kv_usage,
+            prefix_hits=figures.prefix_hits,
             findings=findings,
             unexamined=unexamined,
         )

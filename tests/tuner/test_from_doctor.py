@@ -1,21 +1,10 @@
 import json
 
-import numpy as np
 import pytest
 from test_strategy import SLO, drive, make
 
 from tuner.runs.findings import TrialFinding
-from tuner.runs.result import BASELINE, TrialResult
-from tuner.search.crashes import codes_of
-from tuner.search.from_doctor import (
-    MOST,
-    FindingsError,
-    Hints,
-    idle_knobs,
-    of_trial,
-    prescribed,
-    read_findings,
-)
+from tuner.search.from_doctor import MOST, FindingsError, Hints, of_trial, prescribed, read_findings
 from tuner.search.model import ModelStrategy
 from tuner.space.space import build_space, effective
 
@@ -100,23 +89,3 @@ def test_the_other_side_is_left_out_of_the_first_half_and_a_wrong_finding_does_n
     assert all(value <= 2048 if right else value >= 2048 for value in first)
     assert right or min(rest) < 1024
     assert study.best().value(SLO.objective) < 0.4 * study.baseline.value(SLO.objective)
-
-
-@pytest.mark.parametrize(
-    ("usage", "preemptions", "idle"),
-    [(0.2, 0, ("gpu_memory_utilization",)), (0.8, 0, ()), (0.2, 3, ()), (None, None, ())],
-)
-def test_the_size_of_a_pool_that_is_never_short_is_idle(usage, preemptions, idle):
-    told = TrialResult(0, {}, BASELINE, "measured", peak_kv_usage=usage, preemptions=preemptions)
-    assert idle_knobs(told) == idle
-    assert idle_knobs(None) == ()
-
-
-def test_an_idle_knob_stays_as_it_is_unless_the_doctor_pulls_at_it():
-    memory = "gpu_memory_utilization"
-    configs = [{**SPACE.baseline, memory: 0.8}, {**SPACE.baseline, "max_num_seqs": 64}]
-    codes = np.array([codes_of(SPACE, SPACE.params(SPACE.snap(config))) for config in configs])
-    assert list(Hints.of((), SPACE, 5, (memory,)).allow(SPACE, codes)) == [False, True]
-    assert list(Hints.of((), SPACE, 5).allow(SPACE, codes)) == [True, True]
-    less = Hints.of([{"id": "x", "set": {memory: 0.8}}], SPACE, 5, (memory,))
-    assert list(less.allow(SPACE, codes)) == [True, True]

@@ -86,6 +86,8 @@ class TrialResult:
     preemptions: int | None = None
     peak_kv_usage: float | None = None
     """Share of the KV pool that requests held at most."""
+    prefix_hits: int | None = None
+    """Tokens that were found in the prefix cache."""
     records: tuple[str, ...] = ()
     """Files with every request of the trial, relative to the output directory."""
     expected: Mapping[str, float] = field(default_factory=dict)

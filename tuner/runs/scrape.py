@@ -16,7 +16,7 @@ _SGLANG = {
     "sglang:max_total_num_tokens": "kv_tokens",
     "sglang:token_usage": "kv_cache_usage_perc",
 }
-_WANTED = {"num_preemptions", "num_requests_running", "cache_config_info", *_SGLANG.values()}
+_WANTED = {"num_preemptions", "cache_config_info", "prefix_cache_hits", *_SGLANG.values()}
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,16 @@ class ServerFigures:
     """During the load."""
     peak_kv_usage: float | None = None
     """Share of the fullest engine's pool, at most, that requests held when it was scraped."""
+    prefix_hits: int | None = None
+    """Tokens that were found in the prefix cache during the load."""
 
 
 def read_figures(scrapes: Sequence[tuple[int, str]], log: str = "") -> ServerFigures:
     """From scrapes in order of time; the log's KV line stands in for a missing metric."""
     samples = [_samples(text) for _, text in scrapes]
-    preempted = [s["num_preemptions"] for s in samples if "num_preemptions" in s]
+    preempted, hits = (
+        [s[name] for s in samples if name in s] for name in ("num_preemptions", "prefix_cache_hits")
+    )
     running = [s["num_requests_running"] for s in samples if "num_requests_running" in s]
     pools = [s["kv_tokens"] for s in samples if "kv_tokens" in s]
     usage = [s["kv_cache_usage_perc"] for s in samples if "kv_cache_usage_perc" in s]
@@ -45,6 +49,7 @@ def read_figures(scrapes: Sequence[tuple[int, str]], log: str = "") -> ServerFig
         peak_running=int(max(running)) if running else None,
         preemptions=int(preempted[-1] - preempted[0]) if preempted else None,
         peak_kv_usage=max(usage) if usage else None,
+        prefix_hits=int(hits[-1] - hits[0]) if hits else None,
     )
 
 

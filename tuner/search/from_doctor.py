@@ -1,6 +1,5 @@
-"""Where to look first: what the doctor prescribes, of the baseline's own trial or of a saved report; which
-side of the baseline that is; and which knobs have nothing to do, by the baseline's trial.
-"""
+"""What the doctor prescribes, of the baseline's own trial or of a saved report: configs to try first, and the
+side of the baseline to search first."""
 
 from __future__ import annotations
 
@@ -15,35 +14,27 @@ from numpy.typing import NDArray
 
 from doctor.finding import SCHEMA
 from tuner.runs.findings import TrialFinding
-from tuner.runs.result import TrialResult
 from tuner.search.crashes import Codes, codes_of
 from tuner.space.space import SPECULATION, Space
 
 MOST = 3
 """Prescriptions that are tried before the search decides itself."""
-ROOMY = 0.5
-"""A KV pool of which requests hold no more than this share, at a scrape a second, is never short of room."""
 
 
 @dataclass(frozen=True)
 class Hints:
     """Where a doctor's prescriptions point to: up to ``until`` launches only that side of the baseline is
-    searched, and what is ``idle`` stays as it is.
+    searched.
 
     Not for good, for a finding may be wrong. ``directions``: by axis, +1 for more.
     """
 
     directions: Mapping[str, int]
     until: int
-    idle: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls, items: Iterable[Mapping[str, Any]], space: Space, until: int, idle: tuple[str, ...] = ()
-    ) -> Hints:
-        """``items``: as :func:`of_trial` gives them. What two of them pull to both sides is left alone, and
-        what one pulls at is not idle.
-        """
+    def of(cls, items: Iterable[Mapping[str, Any]], space: Space, until: int) -> Hints:
+        """``items``: as :func:`of_trial` gives them. What two of them pull to both sides is left alone."""
         own = space.params(space.baseline)
         told: dict[str, set[int]] = {}
         for item in items:
@@ -52,23 +43,14 @@ class Hints:
                 a, b = own.get(axis.name), wanted.get(axis.name)
                 if axis.ordered and isinstance(a, int) and isinstance(b, int) and a != b:
                     told.setdefault(axis.name, set()).add(1 if b > a else -1)
-        directions = {name: min(signs) for name, signs in told.items() if len(signs) == 1}
-        return cls(directions, until, tuple(name for name in idle if name not in told))
+        return cls({name: min(signs) for name, signs in told.items() if len(signs) == 1}, until)
 
     def allow(self, space: Space, codes: Codes) -> NDArray[np.bool_]:
         """Which of (m, d) configs are not on the other side. ``codes``: see ``crashes.codes_of``."""
         own = codes_of(space, space.params(space.baseline))
         sign = np.array([self.directions.get(axis.name, 0) for axis in space.axes])
-        idle = np.array([axis.name in self.idle for axis in space.axes])
         against = (sign * (codes - own) < 0) & (codes >= 0) & (own >= 0)
-        return ~(against | (idle & (codes != own))).any(axis=1)
-
-
-def idle_knobs(baseline: TrialResult | None) -> tuple[str, ...]:
-    """Knobs of a resource of which the baseline's trial had plenty."""
-    if baseline is None or baseline.peak_kv_usage is None or baseline.preemptions:
-        return ()
-    return ("gpu_memory_utilization",) if baseline.peak_kv_usage <= ROOMY else ()
+        return ~against.any(axis=1)
 
 
 class FindingsError(ValueError):

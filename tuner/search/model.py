@@ -21,6 +21,7 @@ from tuner.search.beliefs import Beliefs
 from tuner.search.crashes import Crashes
 from tuner.search.from_doctor import Hints
 from tuner.search.gp import Array
+from tuner.search.idle import idle
 from tuner.search.pool import Pool, Pools, encode
 from tuner.search.prior import Prior
 from tuner.search.strategy import GAIN, History, Strategy, Suggestion
@@ -223,13 +224,13 @@ class ModelStrategy(Strategy):
         return float(beliefs.expected(encode(history.space, known))[0].min()) if known else None
 
     def _pool(self, history: History) -> tuple[Pool, Array]:
-        """Configs that may be launched, each once, and the chance that its server comes up."""
+        """Configs that may be launched and do something, each once; the chance that its server comes up."""
         near = history.best.config if history.best else None
         pool = self._pools_of(history.space).fresh(self.rng(history), history.taken, near)
         if not len(pool):
             return pool, np.ones(0)
         crashes = Crashes.learnt(history.space, history.results)
-        may = ~crashes.forbidden(pool.codes)
+        may = ~crashes.forbidden(pool.codes) & ~idle(history.space, history.launched, pool.codes)
         return pool.only(may), crashes.chance(pool.codes[may])
 
     def _pools_of(self, space: Space) -> Pools:

@@ -1,0 +1,45 @@
+"""Changes that have nothing to do, by what the trials saw of the server's resources.
+
+A limit that nobody reaches is none, and a pool that is never short of room is as good as any larger one: such
+configs differ from their neighbours by noise alone, which a search then follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tuner.runs.result import TrialResult
+from tuner.search.crashes import Codes, codes_of
+from tuner.space.space import Space
+
+MEMORY, PLACES = "gpu_memory_utilization", "max_num_seqs"
+ROOMY, FREE = 0.5, 0.75
+"""Shares of the KV pool and of the places that may be taken, at a scrape a second, where none are short."""
+
+
+def idle(space: Space, launched: Sequence[TrialResult], codes: Codes) -> NDArray[np.bool_]:
+    """Which of (m, d) configs have another KV pool than the baseline where its size does nothing, or more
+    places where none are short. ``codes``: see ``crashes.codes_of``.
+    """
+    found = np.zeros(len(codes), dtype=bool)
+    told = [r for r in launched if r.measurement is not None]
+    own = codes_of(space, space.params(space.baseline))
+    at = {axis.name: i for i, axis in enumerate(space.axes)}
+    if told and MEMORY in at and all(map(_has_room, told)):
+        found |= codes[:, at[MEMORY]] != own[at[MEMORY]]
+    if told and PLACES in at and all(_has_places(r, FREE * space.baseline[PLACES]) for r in told):
+        found |= codes[:, at[PLACES]] > own[at[PLACES]]
+    return found
+
+
+def _has_room(result: TrialResult) -> bool:
+    """Nobody was preempted, and no prefix was found that a smaller pool might have dropped."""
+    used = result.peak_kv_usage
+    return used is not None and used <= ROOMY and result.preemptions == 0 and result.prefix_hits == 0
+
+
+def _has_places(result: TrialResult, most: float) -> bool:
+    return result.peak_running is not None and result.peak_running <= most
