@@ -16,6 +16,8 @@ pytestmark = pytest.mark.timeout(600)
 
 SHORT = {"rate": 50, "run_time": "0.5s"}
 """For a study that no signal must meet in the middle of a load."""
+NO_PRIOR = ("--prior", "none")
+"""Nothing is simulated where the search is not the point."""
 
 
 def words(*arguments, fake=(), trials=2, rate=25, run_time="1s"):
@@ -121,7 +123,7 @@ def test_kill_9_loses_one_trial_and_one_process_goes_on(start, run, tmp_path):
 
 
 def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start, run, tmp_path):
-    process = start()
+    process = start(*NO_PRIOR)
     wait_for(process.err, "load 1 of 2", times=2)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
@@ -189,7 +191,7 @@ def test_a_port_that_is_always_taken_ends_the_run_with_what_to_do(run, tmp_path)
 
 
 def test_a_load_generator_that_is_killed_costs_nothing_but_time(start, tmp_path):
-    process = start()
+    process = start(*NO_PRIOR)
     wait_for(process.err, "load 1 of 2", times=2)
     clients = []
     while not clients:
@@ -231,7 +233,7 @@ def test_a_clock_that_jumps(tmp_path):
 def test_records_that_cannot_be_written(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "trials").write_text("in the way")
-    ran = run(**SHORT)
+    ran = run(*NO_PRIOR, **SHORT)
     assert ran.returncode == 2
     assert "error: cannot write" in ran.stderr
     assert "what was measured is kept; go on with: vtune optimize --study s --out out" in ran.stderr

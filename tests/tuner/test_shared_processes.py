@@ -16,6 +16,7 @@ from postgres import postgres, reason_to_skip
 from vtune_process import FAKE, Vtune, assert_no_server_is_left, wait_for
 
 pytestmark = pytest.mark.timeout(600)
+TRIALS = 3
 WRAPPER = """
 import os, sys
 with open("devices", "a") as file:
@@ -33,12 +34,14 @@ class Processes:
         self.started: dict[str, Vtune] = {}
         (place / "wrapper.py").write_text(WRAPPER)
 
-    def start(self, name: str, *arguments: str, trials: int = 4, **environment: str) -> Vtune:
+    def start(
+        self, name: str, *arguments: str, rate: int = 25, run_time: str = "1s", **environment: str
+    ) -> Vtune:
         words = [sys.executable, "-S", "wrapper.py", str(FAKE), "fake", "--time-scale", "0.2"]
         whole = [
-            "optimize", "--study", "s", "--out", "out", "--rate", "25", "--workload", "random",
-            "--target", f"{shlex.join(words)} {{flags}} --port {{port}}", "--run-time", "1s", "--pairs", "2",
-            "--trials", str(trials), "--slo", "ttft_p95<60s", "--strategy", "random", *arguments,
+            "optimize", "--study", "s", "--out", "out", "--workload", "random", "--strategy", "random",
+            "--target", f"{shlex.join(words)} {{flags}} --port {{port}}", "--slo", "ttft_p95<60s",
+            "--rate", str(rate), "--run-time", run_time, "--trials", str(TRIALS), "--pairs", "2", *arguments,
         ]  # fmt: skip
         self.started[name] = Vtune(self.place, *whole, name=name, environment=environment)
         return self.started[name]
@@ -67,11 +70,11 @@ def vtune(tmp_path: Path) -> Iterator[Processes]:
     processes.end()
 
 
-def assert_each_config_was_measured_once(url: str, trials: int) -> list[dict[str, Any]]:
+def assert_each_config_was_measured_once(url: str) -> list[dict[str, Any]]:
     """The workers of the trials that were launched."""
     launched = vtune_process.launched(url)
     configs = [json.dumps(result["config"], sort_keys=True) for result in launched]
-    assert len(set(configs)) == len(configs) == 1 + trials
+    assert len(set(configs)) == len(configs) == 1 + TRIALS
     told = vtune_process.trials(url)
     assert not [trial.number for trial in told if trial.state.name == "RUNNING"]
     numbers = {result["number"] for result in launched}
@@ -79,9 +82,9 @@ def assert_each_config_was_measured_once(url: str, trials: int) -> list[dict[str
 
 
 def test_workers_of_one_machine_have_a_gpu_each_and_one_verdict(vtune: Processes, tmp_path: Path) -> None:
-    vtune.start("boss", "--workers", "2", CUDA_VISIBLE_DEVICES="4,7")
+    vtune.start("boss", "--workers", "2", rate=50, run_time="0.5s", CUDA_VISIBLE_DEVICES="4,7")
     assert vtune.finish("boss") == 0, vtune.noted("boss")
-    workers = assert_each_config_was_measured_once(f"sqlite:///{tmp_path / 'out' / 'study.db'}", trials=4)
+    workers = assert_each_config_was_measured_once(f"sqlite:///{tmp_path / 'out' / 'study.db'}")
     assert {worker["devices"] for worker in workers} <= {"4", "7"}
     assert set((tmp_path / "devices").read_text().split()) == {worker["devices"] for worker in workers}
     assert len(vtune.said("boss").splitlines()) in (1, 3), "a verdict, and how to launch it and go back"
@@ -103,7 +106,7 @@ def test_ctrl_c_ends_every_worker_and_the_study_goes_on(vtune: Processes, tmp_pa
     assert not [trial for trial in vtune_process.trials(url) if trial.state.name == "RUNNING"]
     vtune.start("again", "--workers", "2", CUDA_VISIBLE_DEVICES="0,1")
     assert vtune.finish("again") == 0, vtune.noted("again")
-    assert_each_config_was_measured_once(url, trials=4)
+    assert_each_config_was_measured_once(url)
 
 
 @pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
@@ -117,7 +120,7 @@ def test_ctrl_c_in_one_of_two_processes_on_postgres(vtune: Processes, tmp_path: 
         first.send_signal(signal.SIGINT)
         assert vtune.finish("first") == 130, vtune.noted("first")
         assert vtune.finish("second") == 0, vtune.noted("second")
-        pids = {worker["pid"] for worker in assert_each_config_was_measured_once(url, trials=4)}
+        pids = {worker["pid"] for worker in assert_each_config_was_measured_once(url)}
         assert vtune.started["second"].pid in pids
         assert "Traceback" not in vtune.noted("first") + vtune.noted("second")
         assert "died" not in vtune.noted("second"), "it gave its trial back"
