@@ -33,7 +33,7 @@ from doctor.sources import Scrapes
 app = typer.Typer()
 mount(app)
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="the promtool binary is not installed")
-EVERY_S, STEPS = 15, 60
+EVERY_S, STEPS = 15, 40
 
 
 def run(*arguments: str) -> Result:
