@@ -53,6 +53,10 @@ class TargetFailed(Exception):
         return self.reason in ENVIRONMENTAL
 
 
+class AtOnce(KeyboardInterrupt):
+    """An interrupt after an interrupt: servers of targets that are open end without grace."""
+
+
 class StartFailed(TargetFailed):
     """The target did not come up, or came up and could not serve its first request."""
 

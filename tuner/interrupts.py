@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from loadgen.target import AtOnce
+
 AGAIN_SECONDS = 0.02
 """Until an interrupt that was lost is sent again: by then the place that lost it is left."""
 
@@ -20,7 +22,7 @@ class Interrupts:
 
     The first one during a load only sets the load's stop event, so that the client ends its connections and
     the load returns; the one who asked for the load raises KeyboardInterrupt then (see :meth:`load`). Any
-    further one raises at once: targets then end their servers without grace. One that came where nothing
+    further one raises AtOnce, with which targets end their servers without grace. One that came where nothing
     can be raised, such as in a callback of a weak reference, comes once more.
     """
 
@@ -58,7 +60,7 @@ class Interrupts:
             yield stop
         finally:
             self._load = None
-            if self._seen:
+            if self._seen and not isinstance(sys.exception(), AtOnce):
                 raise KeyboardInterrupt
 
     def _on_lost(self, lost: sys.UnraisableHookArgs) -> None:
@@ -73,4 +75,4 @@ class Interrupts:
         if self._load is not None and not again:
             self._load.set()
             return
-        raise KeyboardInterrupt
+        raise AtOnce if again else KeyboardInterrupt

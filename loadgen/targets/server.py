@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from loadgen.flags import FlagError, render, split_words
 from loadgen.sglang_flags import render_sglang
-from loadgen.target import StartFailed, Target
+from loadgen.target import AtOnce, StartFailed, Target
 from loadgen.targets.endpoint import OpenServer
 from loadgen.targets.http import Http
 from loadgen.targets.offered_flags import OfferedFlags, read_offered_flags
@@ -142,6 +142,9 @@ class ServerTarget(Target):
                 server.start_seconds = time.monotonic() - started
                 yield server
                 return
+            except AtOnce:
+                process.stop_at_once()
+                raise
             finally:
                 process.stop()
 

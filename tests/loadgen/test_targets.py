@@ -16,7 +16,7 @@ import pytest
 
 from loadgen.arrivals import ClosedLoop
 from loadgen.flags import FlagError
-from loadgen.target import RunFailed, StartFailed
+from loadgen.target import AtOnce, RunFailed, StartFailed
 from loadgen.targets import server as server_module
 from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.failures import classify
@@ -169,6 +169,13 @@ def test_a_load_can_be_stopped(tmp_path: Path) -> None:
         records = server.run(schedule(2000), progress=progress, stop=stop)
     assert records.partial
     assert 0 < sum(record.ok for record in records.requests) < 2000
+
+
+def test_a_second_interrupt_waits_for_no_grace(tmp_path: Path) -> None:
+    """This server would not end for ten minutes."""
+    stubborn = fake(tmp_path, "--fault", "ignore-term", grace=600.0)
+    with pytest.raises(AtOnce), stubborn.open({}):
+        raise AtOnce
 
 
 def test_an_endpoint_is_measured_and_not_restarted(tmp_path: Path) -> None:
