@@ -92,7 +92,7 @@ def real_trial(tmp_path):
         words = [sys.executable, "-S", str(FAKE), "fake", "--time-scale", "0.1", *fault]
         target = ServerTarget(f"{shlex.join(words)} {{flags}} --port {{port}}", log_dir=tmp_path, **options)
         bench = Bench(target, notebook or Notebook(), Interrupts(), tmp_path)
-        proposal = SimpleNamespace(number=0, config={"max_num_seqs": 8}, origin="test")
+        proposal = SimpleNamespace(number=0, draw=0, config={"max_num_seqs": 8}, origin="test")
         optimizer = SimpleNamespace(job=Job(workload="random", rate=20.0, run_seconds=2.0), survey=None)
         load = Load(_workload(), 0, 2.0, optimizer.job.rate, None)
         bounds = SLO.resolve(lambda metric, cls: float("nan"))
