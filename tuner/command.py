@@ -231,7 +231,7 @@ def new_job(options: Options) -> Job:
         options, before = as_before(options, previous), Job.from_json(previous.job)
     command = parse_command(options.flags) if options.flags else ServerCommand("")
     target = options.target or "bundled"
-    slo = parse_slo(options.slo or "itl")
+    slo = parse_slo("itl" if options.slo is None else options.slo)
     for name, value in (("--rate", options.rate), ("--scale", options.scale)):
         if value is not None and not 0 < value < math.inf:
             raise UsageError(f"{name} {value}: must be a positive number.")

@@ -6,10 +6,10 @@ import pytest
 from analytic_target import measure
 from test_strategy import BOUNDS, SLO, drive, make, result
 
-from tuner.runs.result import Measurement, Reading, TrialResult
+from tuner.runs.result import BASELINE, Measurement, Reading, TrialResult
 from tuner.search.model import IN_A_ROW, PROMISE, ModelStrategy
 from tuner.search.strategy import GAIN, History
-from tuner.space.space import build_space, effective
+from tuner.space.space import build_space, config_key, effective
 
 DEFAULTS = effective({}, "bundled")
 SPACE = build_space(DEFAULTS, 8192)
@@ -26,6 +26,20 @@ def test_it_ends_where_nothing_is_to_be_gained_and_has_found_the_best_by_then():
     measured = [measure(config) for config in launchable]
     held = [m for m in measured if all(v <= 0 for v in m.violations(BOUNDS).values())]
     assert best < 1.05 * min(m.value("itl_p99") for m in held)
+
+
+def test_a_search_in_which_only_idle_changes_are_left_says_so():
+    space = build_space(DEFAULTS, 8192, fix=("all",), vary={"gpu_memory_utilization": None})
+    readings = {"itl_p99": Reading(0.1, 100)}
+    seen = {"peak_kv_usage": 0.1, "preemptions": 0, "prefix_hits": 0, "peak_running": 8}
+    own = TrialResult(0, space.baseline, BASELINE, "measured", measurement=Measurement(readings, 9.0), **seen)
+    strategy = ModelStrategy()
+    history = History(space, SLO.objective, (own,), taken=frozenset({config_key(space.baseline)}))
+    assert strategy.propose(history) is None
+    assert (
+        strategy.exhausted
+        == "the configs that are left change the KV pool or the places, which are never short"
+    )
 
 
 def after(*gains):

@@ -25,6 +25,7 @@ def back(monkeypatch, tmp_path):
     [
         (["--slo", "itl_p99<50"], "needs a unit"),
         (["--slo", "nonsense"], "unknown metric 'nonsense'"),
+        (["--slo", ""], "expected a metric"),
         (["--target", "nonsense"], "unknown. Give bundled, vllm, sglang, or a command"),
         (["--target", "http://"], "no server URL"),
         (["--target", "http://127.0.0.1:1", "--rate", "1"], "http://127.0.0.1:1/health: Connection refused"),

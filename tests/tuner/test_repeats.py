@@ -163,6 +163,20 @@ def test_a_repeat_whose_process_died_is_tried_again_under_its_own_draw():
     assert study.propose().draw == 2
 
 
+def test_a_repeat_of_the_baseline_that_kills_the_tuner_twice_is_given_up():
+    storage = optuna.storages.InMemoryStorage()
+    study = make_study(ModelStrategy(1), storage)
+    drive(study, 1)
+    study.enqueue(study.space.baseline, "repeat 1", draw=1)
+    for _ in range(2):
+        assert study.propose().draw == 1
+        study.recover()
+    assert study.propose().draw == 0
+    (given_up,) = [r for r in study.results if r.draw]
+    assert "died twice" in given_up.reason
+    assert study.baseline.status == "measured"
+
+
 def test_a_baseline_between_the_values_of_the_space_is_repeated_as_it_is():
     study = make_study(ModelStrategy(1))
     drive(study, 1)

@@ -230,7 +230,10 @@ class ModelStrategy(Strategy):
         if not len(pool):
             return pool, np.ones(0)
         crashes = Crashes.learnt(history.space, history.results)
-        may = ~crashes.forbidden(pool.codes) & ~idle(history.space, history.launched, pool.codes)
+        fails, useless = crashes.forbidden(pool.codes), idle(history.space, history.launched, pool.codes)
+        may = ~(fails | useless)
+        if not may.any():
+            self.exhausted = _none_left(bool(useless.any()), bool(fails.any()))
         return pool.only(may), crashes.chance(pool.codes[may])
 
     def _pools_of(self, space: Space) -> Pools:
@@ -244,6 +247,13 @@ class ModelStrategy(Strategy):
         if len(self.prior.known) < FIRST_ASKED:
             spread = self.rng(history).sample(pool.rows, min(FIRST_ASKED, len(pool)))
             self.prior.ask(row.config for row in spread)
+
+
+def _none_left(useless: bool, fails: bool) -> str:
+    """Why none of the configs that were not tried may be launched."""
+    whys = ["change the KV pool or the places, which are never short"] if useless else []
+    whys += ["would fail for memory, as others did"] if fails else []
+    return f"the configs that are left {', or '.join(whys)}"
 
 
 def _improvement(by: Array, deviation: Array) -> Array:

@@ -281,7 +281,7 @@ class Study:
             self._tell(trial, repeat, earlier.status)
         elif (config_key(config), draw) in map(_key, self._begun()):
             self._give_up(proposal, "interrupted", "another worker measures the same config")
-        elif not own and trial.user_attrs.get("deaths", 0) > MAX_DEATHS:
+        elif not (own and draw == 0) and trial.user_attrs.get("deaths", 0) > MAX_DEATHS:
             reason = "the tuner's process, or that of its load, died twice while this config was tried"
             seconds = {"start": 0.0, "total": 0.0}
             self._give_up(proposal, "failed", reason, violations={SERVES: 1.0}, seconds=seconds)
