@@ -398,7 +398,7 @@ class Optimizer:
         self.observer.trial_begins(proposal.number, changes, proposal.origin)
         try:
             result = self.bench.trial(
-                proposal, self.flags(proposal.config), self._load, self._criteria(proposal.draw), server
+                proposal, self.flags(proposal.config), self._load, self._criteria(proposal), server
             )
         except ClientKilled as error:
             self.study.interrupt(proposal, str(error), deaths=1)
@@ -429,11 +429,13 @@ class Optimizer:
         changed = {flag: new for flag, (_, new) in self.study.space.changes(config).items()}
         return {flag: value for flag, value in {**self.job.flags, **changed}.items() if value is not None}
 
-    def _criteria(self, draw: int) -> Criteria:
+    def _criteria(self, proposal: Proposal) -> Criteria:
         """The baseline is measured in full, whatever its short rung says: bounds are relative to it. So are
-        repeats, against the baseline's own.
+        repeats, against the baseline's own, which is held against no baseline, as the first was.
         """
-        baseline, best = self.study.baseline, self.study.best()
+        baseline, best, draw = self.study.baseline, self.study.best(), proposal.draw
+        if draw and not self.study.space.changes(proposal.config):
+            return Criteria(self.slo, self.slo.resolve(lambda metric, cls: math.nan))
         if draw and (own := self.study.baseline_again(draw) or baseline) and own.measurement:
             return Criteria(self.slo, self.slo.resolve(own.measurement.value))
         if baseline is None or baseline.measurement is None or baseline.short is None:

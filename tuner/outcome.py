@@ -10,6 +10,7 @@ from loadgen.flags import render
 from loadgen.slo import STATISTICS, format_value
 from tuner.confirm import Change, Confirmation
 from tuner.runs.result import TrialResult
+from tuner.search.repeats import joined
 from tuner.slo import Objective, Slo
 from tuner.space.space import Space, describe_changes
 
@@ -109,7 +110,7 @@ def without_confirmation(
     results: Sequence[TrialResult], baseline: TrialResult, space: Space, slo: Slo, ended: str
 ) -> Outcome:
     """The outcome where no other config is worth a confirmation."""
-    launched = [r for r in results if r.launched]
+    launched = joined(r for r in results if r.launched)
     if baseline.feasible:
         others = len(launched) - 1
         tried = f"none of {others} other configs measured better within the SLO"

@@ -12,6 +12,7 @@ from test_strategy import make as make_study
 
 from tuner.budget import Clock, Plan
 from tuner.endgame import Endgame
+from tuner.outcome import without_confirmation
 from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResult
 from tuner.search.beliefs import Beliefs
 from tuner.search.model import ModelStrategy
@@ -78,6 +79,13 @@ def test_a_count_that_one_of_the_runs_misses_is_missed():
     assert joined((told(0, 2048, 0.3), first, second))[1].violations["failed"] == 3.0
 
 
+def test_a_bound_that_a_repeats_baseline_could_not_set_counts_where_it_was_set():
+    second = told(2, 512, 0.2, draw=1)
+    second = replace(second, violations={SERVES: 0.0, "failed": 0.0})
+    joint = joined((told(0, 2048, 0.3), told(1, 512, 0.2, violation=-0.1), second))[1]
+    assert joint.violations["ttft_p95"] == -0.1
+
+
 def test_what_failed_or_was_stopped_is_not_joined_with_a_measurement():
     stopped = told(2, 512, 0.9, draw=1, status="stopped")
     assert joined((told(0, 2048, 0.3), told(1, 512, 0.2), stopped))[1].value(SLO.objective) == 0.2
@@ -126,6 +134,13 @@ def test_beliefs_take_a_harder_draw_out_of_a_repeat():
     x = ModelStrategy()._pools_of(SPACE).of([shared[2].config]).x
     before, after = (Beliefs(history(*results)).expected(x)[0][0] for results in (shared, shared + again))
     assert after == pytest.approx(before, abs=0.03)
+
+
+def test_a_repeat_is_not_counted_as_another_config():
+    results = (told(0, 2048, 0.3), told(1, 512, 0.4), told(2, 2048, 0.3, draw=1), told(3, 512, 0.4, draw=1))
+    results += (told(4, 1024, 0.4),)
+    found = without_confirmation(results, results[0], SPACE, SLO, "over")
+    assert "none of 2 other configs" in found.sentence
 
 
 def test_a_repeat_is_no_duplicate_and_the_same_one_is_queued_once():
@@ -200,6 +215,8 @@ def test_a_search_with_time_left_repeats_what_is_close_beside_the_baseline(make)
     results = optimizer.study.results
     own, *repeats = [r for r in results if r.draw]
     assert not optimizer.study.space.changes(own.config)
+    assert own.feasible, "relative bounds are on it, not for it"
+    assert not own.violations.keys() & {b.metric for b in optimizer.slo.relative}
     assert 2 <= len(repeats) <= 3
     for repeat in repeats:
         first = next(r for r in results if config_key(r.config) == config_key(repeat.config))

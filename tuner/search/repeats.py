@@ -46,7 +46,7 @@ def _together(group: list[TrialResult], own: Mapping[int, Measurement]) -> Trial
     }
     window = sum(m.window for m in measurements)
     violations = {
-        name: (max if name in COUNTS else _mean)([r.violations[name] for r in whole])
+        name: (max if name in COUNTS else _mean)([r.violations[name] for r in whole if name in r.violations])
         for name in first.violations
     }
     return replace(
