@@ -27,6 +27,7 @@ from tuner.runs.load import Load, span
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.runs.survey import Survey, time_alone
+from tuner.search import sketch as sketch_module
 from tuner.search.prior import PriorError, SimulatedPrior, make_simulator
 from tuner.search.sketch import NoSketch, Sketch, draw
 from tuner.slo import parse_slo
@@ -94,6 +95,38 @@ def test_a_sketch_is_faithful_where_the_slos_figures_are_reproduced(sketch: Sket
     assert sketch.faithful(SLO)
     assert not replace(sketch, errors={**sketch.errors, "ttft_p95": -0.2}).faithful(SLO)
     assert replace(sketch, errors={**sketch.errors, "itl_p50": -0.2}).faithful(SLO), "no figure of this SLO"
+
+
+def test_figures_that_contradict_each_other_send_no_coefficient_far_away(
+    survey: Survey, baseline: TrialResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lone request that was slow and quick prefills, of a server whose tail is a hundred times its median:
+    steps of days would be simulated second by second.
+    """
+    tried: list[dict[str, float]] = []
+    make = sketch_module._Fit.sketch
+
+    def noted(fit: sketch_module._Fit, free: dict[str, float]) -> Sketch:
+        tried.append(free)
+        return make(fit, free)
+
+    monkeypatch.setattr(sketch_module._Fit, "sketch", noted)
+    assert baseline.measurement is not None
+    readings = dict(baseline.measurement.readings)
+    for name in ("itl_p95", "itl_p99"):
+        if name in readings:
+            readings[name] = replace(readings[name], value=100 * readings["itl_p50"].value)
+    odd = replace(baseline, measurement=replace(baseline.measurement, readings=readings))
+    draw(
+        replace(survey, lone_itl=3 * survey.lone_itl, prefill_speed=28 * survey.prefill_speed),
+        odd,
+        LOAD.rungs(),
+        SLO,
+    )
+    assert len(tried) > 10
+    for free in tried:
+        for name, value in free.items():
+            assert 1 / 30 < value / tried[0][name] < 30, name
 
 
 @pytest.mark.parametrize("change", [{"max_num_batched_tokens": 256}, {"long_prefill_token_threshold": 128}])

@@ -9,7 +9,7 @@ from typing import Any
 
 from tuner.runs.result import TrialResult
 from tuner.search.crashes import Crashes, cause_of
-from tuner.space.space import Space, render_value
+from tuner.space.space import Space, config_key, render_value
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def coverage(results: Sequence[TrialResult], space: Space) -> Coverage:
     return Coverage(
         knobs=tuple(_knobs(launched, served, space, middle)),
         configs=space.size,
-        launched=len(launched),
+        launched=len({config_key(r.config) for r in launched}),
         refused=dict(refused.most_common()),
         failed=dict(failed.most_common()),
         stopped=sum(r.status == "stopped" for r in launched),

@@ -68,6 +68,8 @@ BUSY = 0.7
 """Of the most requests that ran at once, how many usually do."""
 WANDER = {"launch": 1.5, "weights": 0.5, "per_token": 0.5, "per_context": 1.0, "entry": 1.0}
 """How far a coefficient may be from where it begins: a standard deviation, in logarithm."""
+REACH = 3.0
+"""How far at most, in those deviations."""
 HELD = {*LATENCIES, "throughput"} - {"inter_chunk"}
 """Families of figures that are to be reproduced; gaps of chunks are those of tokens."""
 EXACT, ROUGH = 0.03, 0.05
@@ -188,7 +190,9 @@ def _fitted(fit: _Fit) -> dict[str, float]:
         moved = [residuals(x + MOVE * unit) for unit in np.eye(len(x))]
         return np.column_stack([(there - residuals(x)) / MOVE for there in moved])
 
-    best = least_squares(residuals, start, slopes, loss="soft_l1", x_scale=widths, max_nfev=ROUNDS)
+    # What lies far out is no better, and takes as long to simulate as its steps last.
+    edges = start - REACH * widths, start + REACH * widths
+    best = least_squares(residuals, start, slopes, edges, loss="soft_l1", x_scale=widths, max_nfev=ROUNDS)
     return coefficients(best.x)
 
 
