@@ -12,8 +12,8 @@ vllm:cache_config_info{{block_size="16",num_gpu_blocks="101"}} 1.0
 
 
 def test_figures_of_a_run():
-    scrapes = [(at, SCRAPE.format(running=at, preempted=3 + at)) for at in (0, 4, 2)]
-    assert read_figures(scrapes) == ServerFigures(kv_tokens=1600, peak_running=5, preemptions=2)
+    scrapes = [(at, SCRAPE.format(running=at % 5, preempted=3 + at)) for at in range(10)]
+    assert read_figures(scrapes) == ServerFigures(kv_tokens=1600, peak_running=5, preemptions=9)
 
 
 def test_what_is_not_there_is_none_and_not_zero():
@@ -40,7 +40,7 @@ def test_sglangs_names():
             "# TYPE sglang:max_total_num_tokens gauge\nsglang:max_total_num_tokens 665690.0\n",
         ),
     ]
-    assert read_figures(scrapes) == ServerFigures(kv_tokens=665_690, peak_running=7)
+    assert read_figures(5 * scrapes) == ServerFigures(kv_tokens=665_690, peak_running=7)
 
 
 def test_the_fullest_engines_pool_counts():
@@ -48,7 +48,13 @@ def test_the_fullest_engines_pool_counts():
         "# TYPE vllm:kv_cache_usage_perc gauge\n"
         'vllm:kv_cache_usage_perc{{engine="0"}} {}\nvllm:kv_cache_usage_perc{{engine="1"}} {}\n'
     )
-    scrapes = [(k, page.format(*usage)) for k, usage in enumerate([(0.1, 0.3), (0.4, 0.2), (0.2, 0.2)])]
+    scrapes = [(k, page.format(*usage)) for k, usage in enumerate(4 * [(0.1, 0.3), (0.4, 0.2), (0.2, 0.2)])]
     assert read_figures(scrapes).peak_kv_usage == 0.4
     sglang = "# TYPE sglang:token_usage gauge\nsglang:token_usage 0.7\n"
-    assert read_figures([(0, sglang)]).peak_kv_usage == 0.7
+    assert read_figures([(at, sglang) for at in range(10)]).peak_kv_usage == 0.7
+
+
+def test_scrapes_before_and_after_say_nothing_about_the_load_between_them():
+    before_and_after = [(at, SCRAPE.format(running=0, preempted=0)) for at in (0, 1, 1, 2)]
+    found = read_figures(before_and_after)
+    assert (found.peak_running, found.preemptions) == (None, 0)

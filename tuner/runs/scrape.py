@@ -16,6 +16,8 @@ _SGLANG = {
     "sglang:max_total_num_tokens": "kv_tokens",
     "sglang:token_usage": "kv_cache_usage_perc",
 }
+ENOUGH = 10
+"""Scrapes that a peak is read from, at least: the first and the last of each run see an empty server."""
 _WANTED = {"num_preemptions", "cache_config_info", "prefix_cache_hits", *_SGLANG.values()}
 
 
@@ -25,10 +27,11 @@ class ServerFigures:
 
     kv_tokens: int | None = None
     peak_running: int | None = None
+    """Requests that ran at a scrape, at most; None also where too few scrapes looked."""
     preemptions: int | None = None
     """During the load."""
     peak_kv_usage: float | None = None
-    """Share of the fullest engine's pool, at most, that requests held when it was scraped."""
+    """Share of the fullest engine's pool, at most, that requests held at a scrape; None as before."""
     prefix_hits: int | None = None
     """Tokens that were found in the prefix cache during the load."""
 
@@ -46,9 +49,9 @@ def read_figures(scrapes: Sequence[tuple[int, str]], log: str = "") -> ServerFig
     pool = pools[-1] if pools else int(logged[-1].replace(",", "")) if logged else None
     return ServerFigures(
         kv_tokens=None if pool is None else int(pool),
-        peak_running=int(max(running)) if running else None,
+        peak_running=int(max(running)) if len(running) >= ENOUGH else None,
         preemptions=int(preempted[-1] - preempted[0]) if preempted else None,
-        peak_kv_usage=max(usage) if usage else None,
+        peak_kv_usage=max(usage) if len(usage) >= ENOUGH else None,
         prefix_hits=int(hits[-1] - hits[0]) if hits else None,
     )
 
