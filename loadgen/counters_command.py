@@ -68,7 +68,7 @@ def counters(
     """
     from loadgen.counters import Counters, CountersError, differences
     from loadgen.flags import parse_command
-    from loadgen.targets.simulated import count
+    from loadgen.targets.counting import count
 
     check_writable(None, out, junit)
     changed: list[Difference] = []

@@ -13,7 +13,7 @@ import numpy as np
 import optuna
 
 from loadgen.target import OpenTarget, Target
-from loadgen.targets.simulated import shape_of
+from loadgen.targets.model_shape import shape_of
 from tuner.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
 from tuner.endgame import Endgame
 from tuner.finals import Finals
@@ -412,7 +412,7 @@ class Optimizer:
         self._tell(proposal, result)
 
     def _tell(self, proposal: Proposal, result: TrialResult) -> None:
-        before = self.study.best()
+        before, result = self.study.best(), self.study.judged(result)
         if not self.study.tell(proposal, result):
             self.observer.note(
                 f"trial {proposal.number} took so long to be heard of that other workers took this one for "
@@ -431,13 +431,11 @@ class Optimizer:
 
     def _criteria(self, proposal: Proposal) -> Criteria:
         """The baseline is measured in full, whatever its short rung says: bounds are relative to it. So are
-        repeats, against the baseline's own, which is held against no baseline, as the first was.
+        repeats, which the study judges once it has the baseline's own.
         """
-        baseline, best, draw = self.study.baseline, self.study.best(), proposal.draw
-        if draw and not self.study.space.changes(proposal.config):
+        baseline, best = self.study.baseline, self.study.best()
+        if proposal.draw:
             return Criteria(self.slo, self.slo.resolve(lambda metric, cls: math.nan))
-        if draw and (own := self.study.baseline_again(draw) or baseline) and own.measurement:
-            return Criteria(self.slo, self.slo.resolve(own.measurement.value))
         if baseline is None or baseline.measurement is None or baseline.short is None:
             unmeasured = self.slo.resolve(lambda metric, cls: math.nan)
             return Criteria(self.slo, unmeasured, () if baseline is None else unmeasured)

@@ -1,8 +1,7 @@
-"""The engine in this process, without HTTP: counted step by step, or in virtual time on some device."""
+"""The engine in this process, without HTTP, in virtual time on some device."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 import random
@@ -11,11 +10,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadgen.counters import Counters, CountersError
 from loadgen.flags import render
 from loadgen.target import OpenTarget, StartFailed, Target, TargetFailed
 from loadgen.targets.offered_flags import OfferedFlags
@@ -23,7 +21,6 @@ from loadgen.workload import PlannedRequest, Schedule
 
 if TYPE_CHECKING:
     from engine.model_config import ModelConfig
-    from engine.step import StepOutput, StepPlan
     from engine.step_times import StepSample, StepTimes
     from engine.virtual import SimulatedServer, Simulation
     from loadgen.record import Records
@@ -34,108 +31,6 @@ if TYPE_CHECKING:
 PREFIX = "simulated:"
 HERE = "bundled"
 """``simulated:bundled``: this machine and the bundled model, as measured on it."""
-
-
-def count(model: str, flags: Mapping[str, Any], schedule: Schedule, steps_per_second: float) -> Counters:
-    """Run ``schedule`` on the engine, request i before step ``intended * steps_per_second``.
-
-    Raises CountersError where the ``engine`` extra is missing, or for a model, flag or request that the
-    engine refuses.
-    """
-    try:
-        import torch
-
-        from engine.config import ConfigError, EngineConfig
-        from engine.llm import LLM
-        from engine.model_error import ModelError
-        from engine.request import SamplingParams
-        from engine.runner import ModelRunner
-    except ImportError as error:
-        raise CountersError(
-            f"counting runs the bundled engine, and {error.name} is missing: pip install 'vtune-llm[engine]'"
-        ) from None
-    if unknown := sorted(set(flags) - {field.name for field in fields(EngineConfig)}):
-        raise CountersError(f"--{unknown[0].replace('_', '-')}: the bundled engine has no such flag")
-    requests = schedule.requests
-    tally = _Tally()
-    try:
-        llm = LLM(model, **flags)
-        answers = llm.generate(
-            [_prompt(request.prompt_token_ids) for request in requests],
-            [
-                SamplingParams(max_tokens=r.max_tokens, temperature=r.temperature, ignore_eos=r.ignore_eos)
-                for r in requests
-            ],
-            arrivals=[round(request.intended * steps_per_second) for request in requests],
-            priorities=[request.priority for request in requests],
-            observe=tally.observe,
-        )
-    except (ConfigError, ModelError, ValueError) as error:
-        raise CountersError(str(error)) from None
-    digest = hashlib.sha256()
-    for answer in answers:
-        digest.update(repr(answer.token_ids).encode())
-    stats, runner = llm.core.scheduler.stats, llm.core.runner
-    assert isinstance(runner, ModelRunner)
-    return Counters(
-        schedule_sha256=schedule.sha256,
-        steps_per_second=steps_per_second,
-        flags=dict(flags),
-        requests=len(requests),
-        steps=tally.steps,
-        scheduled_tokens=tally.scheduled_tokens,
-        output_tokens=sum(len(answer.token_ids) for answer in answers),
-        prefix_queries=stats.prefix_queries,
-        prefix_hits=stats.prefix_hits,
-        preemptions=stats.num_preemptions,
-        draft_tokens=tally.draft_tokens,
-        accepted_tokens=tally.accepted_tokens,
-        most_running=tally.most_running,
-        fewest_free_blocks=tally.fewest_free,
-        num_blocks=llm.core.memory_plan.num_blocks,
-        environment={
-            "torch": torch.__version__,
-            "capability": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads(),
-            "machine": platform.machine(),
-            "cpu": _cpu(),
-            "kernels": runner.kernels,
-        },
-        output_sha256=digest.hexdigest(),
-    )
-
-
-def _cpu() -> str:
-    """The CPU's name, as the kernels choose their instructions by it; "" where the system does not say."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
-    return next(names, "")
-
-
-def _prompt(token_ids: tuple[int, ...] | None) -> list[int]:
-    if token_ids is None:
-        raise CountersError("counting needs prompts of token ids: give a workload or a trace, no dataset")
-    return list(token_ids)
-
-
-class _Tally:
-    """Sums over the steps."""
-
-    def __init__(self) -> None:
-        self.steps = self.scheduled_tokens = self.most_running = 0
-        self.draft_tokens = self.accepted_tokens = 0
-        self.fewest_free = 1 << 62
-
-    def observe(self, plan: StepPlan, output: StepOutput) -> None:
-        self.steps += 1
-        self.scheduled_tokens += plan.num_scheduled_tokens
-        self.most_running = max(self.most_running, plan.num_running)
-        self.fewest_free = min(self.fewest_free, plan.free_blocks)
-        self.draft_tokens += output.num_draft_tokens
-        self.accepted_tokens += output.num_accepted_tokens
 
 
 def gpu_defaults(target: str) -> Mapping[str, int]:
@@ -174,9 +69,7 @@ class SimulatedTarget(Target):
         self.replicas, self.routing = replicas, routing
         self._model_name = model
         self._seconds = 0.0
-        self._make = simulate or _maker(
-            name.removeprefix(PREFIX), _read_model(model), acceptance, calibrating
-        )
+        self._make = simulate or _maker(name.removeprefix(PREFIX), read_model(model), acceptance, calibrating)
         plain = self.simulation({})
         self.estimate = "; ".join((plain.times.source, *plain.assumed))
         self.served_name = _served_name(model)
@@ -394,7 +287,7 @@ class _Door:
         return tuple((START_UNIX_MS + round(at * 1e3), text) for at, text in whole[first:])
 
 
-def _read_model(name: str) -> ModelConfig:
+def read_model(name: str) -> ModelConfig:
     """Raises ValueError."""
     from engine.bundled import FetchError
     from engine.model_config import load_model_config
@@ -406,46 +299,6 @@ def _read_model(name: str) -> ModelConfig:
         return load_model_config(path, "gguf" if path.suffix == ".gguf" else "dummy")  # no weights needed
     except (ModelError, FetchError, OSError) as error:
         raise ValueError(f"--model {name}: {error}") from None
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What of a step's work is in proportion to what, whatever the device."""
-
-    pair: float
-    """A query-key pair of attention, to the linear layers of a token."""
-    context: float
-    """Reading the keys and values of a token, to reading all weights, where both are of one type."""
-
-
-def shape_of(model: str) -> Shape | None:
-    """Of a model whose config is on this machine; None for others, and for what the engine does not know."""
-    from engine.devices import Sizes, kv_bytes_per_token, layer_parameters
-
-    here = model if model == HERE or Path(model).exists() else _cached_config(model)
-    try:
-        config = _read_model(here) if here else None
-    except ValueError:
-        return None
-    if config is None:
-        return None
-    layers = layer_parameters(config)
-    head = config.vocab_size * config.hidden_size
-    return Shape(
-        pair=2 * config.num_layers * config.num_heads * config.head_dim / layers,
-        context=kv_bytes_per_token(config, Sizes()) / (Sizes().weights * (layers + head)),
-    )
-
-
-def _cached_config(model: str) -> str:
-    """The config.json that the hub's client has fetched for another program; "" without one."""
-    try:
-        from huggingface_hub import try_to_load_from_cache
-
-        found = try_to_load_from_cache(model, "config.json")
-    except (ImportError, ValueError):  # HFValidationError is a ValueError: no hub id
-        return ""
-    return found if isinstance(found, str) else ""
 
 
 def _served_name(model: str) -> str:
@@ -518,7 +371,7 @@ def measure_steps() -> tuple[list[StepSample], list[Records]]:
         target = ServerTarget.bundled(env={"VTUNE_STEP_LOG": str(log)})
         try:
             with target.open(calibration.FLAGS) as server:
-                waves = calibration.run(server, _read_model(HERE).vocab_size)
+                waves = calibration.run(server, read_model(HERE).vocab_size)
                 next(waves)
                 cold = len(read_step_log(log.read_text(encoding="utf-8")))
                 runs = list(waves)

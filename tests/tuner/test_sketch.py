@@ -16,7 +16,8 @@ from analytic_target import AnalyticTarget
 from llama_8b import CONFIG
 
 from engine.step_times import StepTimes
-from loadgen.targets.simulated import Shape, SimulatedTarget, shape_of
+from loadgen.targets.model_shape import Shape, shape_of
+from loadgen.targets.simulated import SimulatedTarget
 from loadgen.workload import Length, RequestClass, Workload
 from tuner.command import Options, run
 from tuner.interrupts import Interrupts
@@ -65,10 +66,10 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> SimulatedTarget:
 @pytest.fixture(scope="module")
 def survey(truth: SimulatedTarget) -> Survey:
     with truth.open(FLAGS) as server:
-        speed, itl = time_alone(server, 4096, 0, lambda to, load: to.run(load))
+        alone = time_alone(server, 4096, 0, lambda to, load: to.run(load))
         told = read_start_log(server.log_tail(), "vllm", FLAGS, proportional=True)
     assert told.memory is not None
-    return Survey(4096, 40.0, speed, rate=5.0, lone_itl=itl, memory=told.memory.to_json())
+    return Survey(4096, 40.0, alone.prefill_speed, rate=5.0, lone_itl=alone.itl, memory=told.memory.to_json())
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,8 @@ from scipy.optimize import least_squares
 
 from loadgen.slo import LATENCIES, RATES, family_of, name_of
 from loadgen.target import TargetFailed
-from loadgen.targets.simulated import Shape, SimulatedTarget, sketched_target
+from loadgen.targets.model_shape import Shape
+from loadgen.targets.simulated import SimulatedTarget, sketched_target
 from loadgen.workload import Schedule
 from tuner.runs.load import span
 from tuner.runs.measure import Run, measure
@@ -241,7 +242,7 @@ class _Fit:
             alone = time_alone(server, self.survey.max_model_len, 0, lambda to, load: to.run(load))
             runs = [Run(server.run(schedule), span(schedule)) for schedule in self.schedules]
         values = {name: found.value for name, found in measure(runs, self.slo).readings.items()}
-        values |= dict(zip((SPEED, ALONE), alone, strict=True))
+        values |= dict(zip((SPEED, ALONE), (alone.prefill_speed, alone.itl), strict=True))
         return {name: _error(values.get(name, math.nan), self._wanted[name]) for name in self._widths}
 
     @cached_property
