@@ -1,0 +1,11 @@
+import psutil
+import pytest
+
+from tuner.workers.machine import others
+
+
+@pytest.mark.parametrize(("busy", "said"), [(4.0, ""), (14.9, ""), (41.0, "other programs take 41%")])
+def test_a_busy_machine_is_told_of_before_anything_is_measured(monkeypatch, busy, said):
+    monkeypatch.setattr(psutil, "cpu_percent", lambda interval: busy)
+    assert others().startswith(said)
+    assert bool(others()) == bool(said)
