@@ -34,7 +34,7 @@ def _survey(problem: Problem) -> Survey:
     with server_of(problem).open(problem.baseline) as server:
         context = server.max_model_len
         assert context is not None, "a simulated server knows its context"
-        speed, itl = time_alone(server, context, 0, lambda to, load: to.run(load))
+        alone = time_alone(server, context, 0, lambda to, load: to.run(load))
         told = read_start_log(
             server.log_tail(LINES),
             problem.job.server,
@@ -45,10 +45,10 @@ def _survey(problem: Problem) -> Survey:
     return Survey(
         context,
         problem.start_seconds,
-        speed,
+        alone.prefill_speed,
         rate=problem.rate,
         concurrency=problem.concurrency,
-        lone_itl=itl,
+        lone_itl=alone.itl,
         memory=told.memory.to_json() if told.memory else None,
     )
 

@@ -44,7 +44,7 @@ from tuner.trial import Bench, SetupFailed
 from tuner.verdict import Verdict, come_to_verdict, conclude
 from tuner.workers.crew import join
 from tuner.workers.local import WorkersError, local_workers, shares
-from tuner.workers.machine import visible_devices
+from tuner.workers.machine import others, visible_devices
 from tuner.workers.storage import (
     Heartbeat,
     StorageError,
@@ -147,6 +147,8 @@ def _run(options: Options, console: Console) -> int:
     if options.workers is not None and options.workers > 1:
         return _run_workers(options, options.workers, name, job, console)
     shared = options.storage is not None
+    if not job.simulated and not job.running and not shared and (warning := others()):
+        _noter(console)(warning)
     with locked(options.out or RUNS / name, shared) as out, _storage(options.storage, out) as storage:
         record, job, joined = _study(storage, name, job, options)
         target = make_target(job, out, options.start_timeout)

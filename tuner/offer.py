@@ -100,22 +100,24 @@ class Offer:
         job, observer = self.job, self.bench.observer
         context = server.max_model_len or self.blind_survey().max_model_len
         observer.step("timing a lone request")
-        speed, itl = time_alone(server, context, job.seed, self.bench.run)
-        scale = job.scale or fitting_scale(job.workload, context, speed)
+        alone = time_alone(server, context, job.seed, self.bench.run)
+        scale = job.scale or fitting_scale(job.workload, context, alone.prefill_speed)
         workload = self.workload(context, scale)
         observer.note(
-            f"alone, a prompt is prefilled at {speed:.0f} tokens/s, and a token takes {itl * 1e3:.3g} ms"
+            f"alone, a prompt is prefilled at {alone.prefill_speed:.0f} tokens/s, and a token takes "
+            f"{alone.itl * 1e3:.3g} ms"
+            + ("" if alone.steady else " (no two requests took the same: is the server used by others?)")
             + (f"; load: {workload.description}" if self.trace is None else "")
         )
         survey = Survey(
             context,
             server.start_seconds,
-            speed,
+            alone.prefill_speed,
             rate=self.rate,
             concurrency=job.concurrency,
             scale=scale,
             run_seconds=self._run_seconds(server.start_seconds),
-            lone_itl=itl,
+            lone_itl=alone.itl,
         )
         if not self.known(survey):
             survey = self._measured(survey, workload, server)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -37,10 +38,40 @@ def test_a_server_that_fails_everything_has_no_capacity():
 
 
 def test_what_a_lone_request_takes():
-    speed, itl = time_alone(server(), 8192, 0, run)
-    assert speed == pytest.approx(1024 / (0.025 + 0.0006 * 2000))
-    assert itl == pytest.approx(0.03)
-    assert all(map(math.isnan, time_alone(server(failing=lambda c: True), 8192, 0, run)))
+    alone = time_alone(server(), 8192, 0, run)
+    assert alone.prefill_speed == pytest.approx(1024 / (0.025 + 0.0006 * 2000))
+    assert (alone.itl, alone.steady) == (pytest.approx(0.03), True)
+    unknown = time_alone(server(failing=lambda c: True), 8192, 0, run)
+    assert math.isnan(unknown.prefill_speed)
+    assert math.isnan(unknown.itl)
+
+
+@pytest.mark.parametrize(
+    ("slowed", "pairs", "speed", "steady"),
+    [
+        ((1.0, 1.05), 1, 1.0, True),
+        ((2.0, 1.0, 1.7, 1.05), 2, 1.0, True),
+        ((1.7, 1.4, 1.2, 3.0, 1.0, 1.9, 1.6, 2.0), 4, 1.0, False),
+    ],
+)
+def test_lone_requests_are_timed_until_two_agree(slowed, pairs, speed, steady):
+    alone, factors, schedules = server(), iter(slowed), []
+
+    def slow(record):
+        factor = next(factors)
+        at = tuple(record.intended + int(factor * (chunk - record.intended)) for chunk in record.chunk_at)
+        return replace(record, chunk_at=at)
+
+    def disturbed(opened, schedule):
+        schedules.append(schedule.sha256)
+        records = opened.run(schedule)
+        return replace(records, requests=tuple(map(slow, records.requests)))
+
+    found = time_alone(alone, 8192, 0, disturbed)
+    undisturbed = time_alone(server(), 8192, 0, run).prefill_speed
+    assert found.prefill_speed == pytest.approx(speed * undisturbed)
+    assert (found.steady, len(schedules)) == (steady, pairs)
+    assert len(set(schedules)) == pairs, "the same prompts would be in the prefix cache"
 
 
 def test_a_survey_survives_the_storage():

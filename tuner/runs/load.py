@@ -167,7 +167,12 @@ def capacity_schedule(workload: Workload, seed: int, count: int, concurrency: in
     )
 
 
-def lone_schedule(vocab_size: int, tokens: int, output: int, seed: int) -> Schedule:
-    """Two prompts of ``tokens`` tokens, one after the other, ``output`` tokens each."""
+def lone_schedule(vocab_size: int, tokens: int, output: int, seed: int, attempt: int = 0) -> Schedule:
+    """Two prompts of ``tokens`` tokens, one after the other, ``output`` tokens each.
+
+    No prompt is like one of another ``attempt``.
+    """
     lone = Workload("lone", (RequestClass("lone", 1, Length(tokens), Length(output)),), vocab_size)
-    return lone.schedule(seed=seed * SEEDS + _PROBE, arrival=ClosedLoop(1), num_requests=2, warmup=0)
+    return lone.schedule(
+        seed=seed * SEEDS + _PROBE + attempt, arrival=ClosedLoop(1), num_requests=2, warmup=0
+    )

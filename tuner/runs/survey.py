@@ -28,6 +28,8 @@ four pairs of them proved a P99 that fell to a third in half of all cases, and p
 """
 LONE_PROMPT, LONE_OUTPUT = 1024, 16
 """Tokens of the requests that are timed alone."""
+LONE_TRIES, AGREEING = 4, 1.1
+"""Pairs of lone requests at most, and how far the two fastest may be apart to be believed."""
 FIRST_BURST, MAX_BURST = 40, 5120
 """Requests of the first and the largest closed loop."""
 
@@ -114,14 +116,35 @@ def fitting_scale(name: str, max_model_len: int, speed: float) -> float:
     return by_context * LONGEST_PREFILL / seconds if seconds > LONGEST_PREFILL else by_context
 
 
-def time_alone(server: OpenTarget, max_model_len: int, seed: int, run: RunLoad) -> tuple[float, float]:
-    """Prompt tokens/s, and seconds between tokens, of requests that have the server for themselves; NaN where
-    none is answered. Prompts have LONE_PROMPT tokens, or half the context."""
+@dataclass(frozen=True)
+class Alone:
+    """The fastest of the requests that had the server for themselves; NaN where none was answered."""
+
+    prefill_speed: float
+    """Prompt tokens/s."""
+    itl: float
+    """Seconds between tokens."""
+    steady: bool
+    """Whether the next fastest took about as long to its first token."""
+
+
+def time_alone(server: OpenTarget, max_model_len: int, seed: int, run: RunLoad) -> Alone:
+    """Time lone requests until the two fastest agree: what else the machine does only ever adds to them.
+
+    Prompts have LONE_PROMPT tokens, or half the context.
+    """
     tokens = min(LONE_PROMPT, max_model_len // 2)
-    records = run(server, lone_schedule(DEFAULT_VOCAB_SIZE, tokens, LONE_OUTPUT, seed))
-    served = [r for r in records.requests if r.ok and r.chunk_at]
-    if not served:
-        return math.nan, math.nan
-    first = min(r.chunk_at[0] - r.intended for r in served) / 1e9
-    decoding = min(r.chunk_at[-1] - r.chunk_at[0] for r in served) / 1e9
-    return tokens / first, decoding / (LONE_OUTPUT - 1)
+    firsts: list[float] = []
+    decoding: list[float] = []
+    steady = False
+    for attempt in range(LONE_TRIES):
+        records = run(server, lone_schedule(DEFAULT_VOCAB_SIZE, tokens, LONE_OUTPUT, seed, attempt))
+        served = [r for r in records.requests if r.ok and r.chunk_at]
+        firsts = sorted([*firsts, *((r.chunk_at[0] - r.intended) / 1e9 for r in served)])
+        decoding += [(r.chunk_at[-1] - r.chunk_at[0]) / 1e9 for r in served]
+        steady = len(firsts) > 1 and firsts[1] <= AGREEING * firsts[0]
+        if steady or not firsts:
+            break
+    if not firsts:
+        return Alone(math.nan, math.nan, steady=False)
+    return Alone(tokens / firsts[0], min(decoding) / (LONE_OUTPUT - 1), steady)

@@ -11,8 +11,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROBE_SECONDS = 20
+_LOOK_SECONDS = 0.25
+NOTABLE = 0.15
+"""Share of the processors' time that is worth a word when others take it."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,18 @@ class Machine:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def others() -> str:
+    """A warning where other programs (or the host's other guests) keep this machine busy; "" where not. It
+    looks for a quarter of a second, in which vtune itself must do nothing."""
+    share = psutil.cpu_percent(_LOOK_SECONDS) / 100
+    if share < NOTABLE:
+        return ""
+    return (
+        f"other programs take {share:.0%} of this machine's processor time: a server that shares it is "
+        "measured slower and less even than it is. End them, or expect wider intervals"
+    )
 
 
 def visible_devices() -> list[str]:
