@@ -12,7 +12,7 @@ from test_strategy import make as make_study
 
 from tuner.budget import Clock, Plan
 from tuner.endgame import Endgame
-from tuner.outcome import without_confirmation
+from tuner.outcome import describe_trial, without_confirmation
 from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResult
 from tuner.search.beliefs import Beliefs
 from tuner.search.model import ModelStrategy
@@ -61,13 +61,14 @@ def test_a_repeat_counts_as_if_it_had_the_draw_that_all_share():
     assert not first.feasible
 
 
-def test_a_repeat_whose_baseline_has_no_repeat_counts_as_it_is():
-    _, config = joined((told(0, 2048, 0.3), told(1, 512, 0.2), told(2, 512, 0.25, draw=1)))
-    assert config.value(SLO.objective) == pytest.approx((0.2 * 0.25) ** 0.5)
+def test_a_repeat_whose_baseline_has_no_repeat_does_not_count():
+    own, first = told(0, 2048, 0.3), told(1, 512, 0.2)
+    assert joined((own, first, told(2, 512, 0.25, draw=1))) == (own, first)
 
 
 def test_two_measurements_together_have_the_smaller_interval():
-    results = told(0, 2048, 0.3), told(1, 512, 0.2, spread=0.3), told(2, 512, 0.2, spread=0.3, draw=1)
+    own = told(0, 2048, 0.3), told(3, 2048, 0.3, draw=1)
+    results = *own, told(1, 512, 0.2, spread=0.3), told(2, 512, 0.2, spread=0.3, draw=1)
     reading = joined(results)[1].reading(SLO.objective)
     assert 0.2 * 1.3 > reading.high > 0.2 * 1.15
     assert 0.2 * 0.7 < reading.low < 0.2 * 0.85
@@ -76,13 +77,16 @@ def test_two_measurements_together_have_the_smaller_interval():
 def test_a_count_that_one_of_the_runs_misses_is_missed():
     first, second = told(1, 512, 0.2), told(2, 512, 0.2, draw=1)
     second = replace(second, violations={**second.violations, "failed": 3.0})
-    assert joined((told(0, 2048, 0.3), first, second))[1].violations["failed"] == 3.0
+    assert (
+        joined((told(0, 2048, 0.3), first, told(3, 2048, 0.3, draw=1), second))[1].violations["failed"] == 3.0
+    )
 
 
 def test_a_bound_that_a_repeats_baseline_could_not_set_counts_where_it_was_set():
     second = told(2, 512, 0.2, draw=1)
     second = replace(second, violations={SERVES: 0.0, "failed": 0.0})
-    joint = joined((told(0, 2048, 0.3), told(1, 512, 0.2, violation=-0.1), second))[1]
+    own = told(0, 2048, 0.3), told(3, 2048, 0.3, draw=1)
+    joint = joined((*own, told(1, 512, 0.2, violation=-0.1), second))[1]
     assert joint.violations["ttft_p95"] == -0.1
 
 
@@ -199,6 +203,50 @@ def test_a_baseline_between_the_values_of_the_space_is_repeated_as_it_is():
     study.space = build_space(odd, 8192)
     study.enqueue(odd, "repeat 1", draw=1)
     assert study.propose().config == odd
+
+
+def repeats_of(study):
+    """The baseline's and one config's under draw 1, as two workers measure them at the same time."""
+    drive(study, 2)
+    for told_before in study.results[:2]:
+        study.enqueue(told_before.config, "repeat 1", draw=1)
+    return study.propose(), study.propose()
+
+
+def measured(proposal, ttft, violation):
+    """Of a repeat, as a worker tells it: whoever measures it holds it against absolute bounds alone."""
+    found = result(proposal)
+    readings = {**found.measurement.readings, "ttft_p95": Reading(ttft, 100)}
+    violations = {SERVES: 0.0, "failed": violation}
+    return replace(found, draw=1, measurement=Measurement(readings, 20.0), violations=violations)
+
+
+def test_a_repeat_is_judged_once_its_baseline_is_measured_beside_it():
+    study = make_study(ModelStrategy(1))
+    own, config = repeats_of(study)
+    study.tell(config, measured(config, ttft=3.0, violation=0.0))
+    repeat = study.results[-1]
+    assert (repeat.draw, repeat.judged, repeat.feasible) == (1, False, False)
+    assert describe_trial(repeat, SLO.objective).endswith("your config was not measured on these requests")
+    assert not [r for r in study.history.results if r.draw]
+    study.tell(own, measured(own, ttft=2.0, violation=0.0))
+    repeat = study.results[-1]
+    assert repeat.judged
+    assert repeat.violations["ttft_p95"] == pytest.approx(1 - 1.2 * 2.0 / 3.0)
+    assert [r.draw for r in study.history.results] == [0, 0, 1, 1]
+
+
+def test_a_repeat_whose_baseline_fails_is_not_judged_and_no_other_is_launched():
+    study = make_study(ModelStrategy(1))
+    own, config = repeats_of(study)
+    study.enqueue({**config.config, "max_num_seqs": 64}, "repeat 1", draw=1)
+    study.tell(config, measured(config, ttft=0.1, violation=0.0))
+    study.tell(own, TrialResult(own.number, own.config, own.origin, "failed", "died", draw=1))
+    assert study.propose().draw == 0
+    given_up = next(r for r in study.results if r.status == "interrupted")
+    assert (given_up.draw, given_up.reason) == (1, "the baseline failed on these requests: died")
+    assert not [r for r in study.history.results if r.draw and r.status == "measured"]
+    assert not study.repeating
 
 
 def plateau(config, seed):

@@ -298,7 +298,7 @@ def _trial_row(result: TrialResult, facts: Facts) -> dict[str, Any]:
         "status": "feasible"
         if result.feasible
         else "infeasible"
-        if result.status == "measured"
+        if result.status == "measured" and result.judged
         else result.status,
         **{name: show(name, readings(name)) for name in ("itl_p99", "ttft_p95", "throughput")},
         "kv_tokens": "" if result.kv_tokens is None else f"{result.kv_tokens:,}",

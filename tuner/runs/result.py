@@ -94,6 +94,8 @@ class TrialResult:
     """What the search expected of it, by the figure's name."""
     draw: int = 0
     """Of the load, which it was measured under: every config gets 0, repeats get others."""
+    judged: bool = True
+    """False: a repeat that the baseline was not measured beside, so that nothing can be said of it."""
     findings: tuple[TrialFinding, ...] = ()
     """The doctor's, on the trial's scrapes; causes first."""
     unexamined: str = ""
@@ -107,7 +109,7 @@ class TrialResult:
     @property
     def feasible(self) -> bool:
         """Measured in full, and every bound held."""
-        return self.status == "measured" and all(v <= 0 for v in self.violations.values())
+        return self.status == "measured" and self.judged and all(v <= 0 for v in self.violations.values())
 
     @property
     def slack(self) -> float:

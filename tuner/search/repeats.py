@@ -2,7 +2,8 @@
 close.
 
 All trials share one draw of the load, so that they differ by their configs alone; what is best under it need
-not be under another. A repeat is compared with the baseline's repeat under the same draw.
+not be under another. A repeat is compared with the baseline's repeat under the same draw, and counts for
+nothing without it: another worker may measure that later, or it did not serve.
 """
 
 from __future__ import annotations
@@ -13,7 +14,20 @@ from dataclasses import replace
 
 from loadgen.slo import COUNTS
 from tuner.runs.result import BASELINE, Measurement, Reading, TrialResult
+from tuner.slo import RelativeBound
 from tuner.space.config import config_key
+
+
+def judged(repeat: TrialResult, own: TrialResult | None, relative: Iterable[RelativeBound]) -> TrialResult:
+    """A repeat, held against the baseline's ``own`` under the same draw; None: it was not measured so far."""
+    if repeat.measurement is None:
+        return repeat
+    if own is None or own.measurement is None:
+        return replace(repeat, judged=False)
+    resolved = (bound.resolve(own.measurement.value) for bound in relative)
+    bounds = tuple(bound for bound in resolved if not math.isnan(bound.limit))
+    violations = {**repeat.violations, **repeat.measurement.violations(bounds)}
+    return replace(repeat, violations=violations, judged=True)
 
 
 def joined(results: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
@@ -36,7 +50,7 @@ def joined(results: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
 
 def _together(group: list[TrialResult], own: Mapping[int, Measurement]) -> TrialResult:
     first = group[0]
-    whole = [r for r in group if r.status == "measured" and r.measurement]
+    whole = [r for r in group if r.status == "measured" and r.measurement and (not r.draw or r.draw in own)]
     if len(whole) < 2:
         return first
     measurements = [_as_shared(r, own) for r in whole]
@@ -58,9 +72,9 @@ def _as_shared(result: TrialResult, own: Mapping[int, Measurement]) -> Measureme
     """As if it had been measured under draw 0. ``own``: the baseline's measurements, by draw."""
     measured = result.measurement
     assert measured is not None, "only measurements are joined"
-    here, shared = own.get(result.draw), own.get(0)
-    if not result.draw or here is None or shared is None:
+    if not result.draw or 0 not in own:
         return measured
+    here, shared = own[result.draw], own[0]
     factors = {name: _factor(here.reading(name), shared.reading(name)) for name in measured.readings}
     return replace(measured, readings={n: _scaled(r, factors[n]) for n, r in measured.readings.items()})
 

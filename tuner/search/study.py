@@ -29,6 +29,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from loadgen.slo import Bound
 from tuner.runs.result import BASELINE, SERVES, Status, TrialResult
+from tuner.search.repeats import judged
 from tuner.search.strategy import History, Strategy, TpeStrategy
 from tuner.slo import Objective, RelativeBound
 from tuner.space.space import Config, Space, config_key
@@ -90,7 +91,12 @@ class Study:
 
     @property
     def results(self) -> list[TrialResult]:
-        """Every finished trial's result, by number."""
+        """Every finished trial's result, by number; repeats as they are judged now."""
+        return [self.judged(result) for result in self._finished]
+
+    @property
+    def _finished(self) -> list[TrialResult]:
+        """As they were told."""
         for trial in self._study.get_trials(deepcopy=False):
             if trial.number not in self._read and "result" in trial.user_attrs:
                 self._read[trial.number] = TrialResult.from_json(trial.user_attrs["result"])
@@ -107,9 +113,16 @@ class Study:
         told = (r for r in self.results if r.status not in ("interrupted", "duplicate"))
         return next((r for r in told if r.origin == BASELINE), None)
 
-    def baseline_again(self, draw: int) -> TrialResult | None:
-        """The baseline's result under another draw of the load, once there is one."""
-        told = (r for r in self.results if r.status == "measured" and r.draw == draw)
+    def judged(self, result: TrialResult) -> TrialResult:
+        """A repeat held against the baseline's of the same draw, which may come later; others as they are."""
+        if not result.draw or result.status != "measured" or not self.space.changes(result.config):
+            return result
+        own = self._baseline_again(result.draw)
+        return judged(result, own if own and own.status == "measured" else None, self.relative)
+
+    def _baseline_again(self, draw: int) -> TrialResult | None:
+        """What came of the baseline under another draw of the load."""
+        told = (r for r in self._finished if r.draw == draw and r.launched)
         return next((r for r in told if not self.space.changes(r.config)), None)
 
     @property
@@ -125,7 +138,7 @@ class Study:
 
     @property
     def _told(self) -> History:
-        told = tuple(r for r in self.results if r.status not in ("interrupted", "duplicate"))
+        told = tuple(r for r in self.results if r.status not in ("interrupted", "duplicate") and r.judged)
         return History(self.space, self.objective, told, bounds=self.bounds, relative=self.relative)
 
     def enqueue(self, config: Config, origin: str, deaths: int = 0, draw: int = 0) -> bool:
@@ -285,6 +298,8 @@ class Study:
             reason = "the tuner's process, or that of its load, died twice while this config was tried"
             seconds = {"start": 0.0, "total": 0.0}
             self._give_up(proposal, "failed", reason, violations={SERVES: 1.0}, seconds=seconds)
+        elif draw and not own and (again := self._baseline_again(draw)) and again.status == "failed":
+            self._give_up(proposal, "interrupted", f"the baseline failed on these requests: {again.reason}")
         elif not own and (refusals := self.space.refusals(config)):
             broken = {RULE: float(len(refusals))}
             self._give_up(proposal, "refused", "; ".join(refusals), violations=broken)
