@@ -13,7 +13,7 @@ from scipy.special import stdtrit
 
 from loadgen.compare import Comparison
 from loadgen.slo import COUNTS, LATENCIES, Bound, format_value, name_of
-from tuner.runs.measure import QUANTILES, Run, goodput_bounds, measure
+from tuner.runs.measure import QUANTILES, Run, measure
 from tuner.runs.resample import ratio_interval
 from tuner.runs.result import Measurement, without_nan
 from tuner.slo import RelativeBound, Slo
@@ -169,7 +169,7 @@ def compared_metrics(slo: Slo) -> list[str]:
 
 def _percentile_intervals(slo: Slo, a: Sequence[Run], b: Sequence[Run]) -> dict[str, tuple[float, float]]:
     """By name, of every percentile that is compared."""
-    summaries = [[run.whole.summary(goodput_bounds(slo)) for run in runs] for runs in (a, b)]
+    summaries = [[run.summary(slo) for run in runs] for runs in (a, b)]
     found = {}
     for metric, cls in compared(slo):
         family, _, statistic = metric.rpartition("_")

@@ -4,6 +4,7 @@ import pytest
 from analytic_target import AnalyticTarget
 
 from loadgen.compare import compare
+from loadgen.record import Records
 from loadgen.slo import Bound
 from loadgen.workload import preset
 from tuner.confirm import GUARD, Change, assess, holds
@@ -78,6 +79,18 @@ def test_a_bound_that_is_only_just_held_is_not_held():
     assert held("itl_p99<500ms").confirmed
     assert "held too closely to be sure of it" in held("itl_p99<370ms").problems[0]
     assert "missed" in held("itl_p99<360ms").problems[0]
+
+
+def test_each_run_is_summarised_once(monkeypatch):
+    """Measured together, without each in turn and run by run for the percentiles' intervals."""
+    seeds = LOAD.confirmation_seeds(3)
+    comparison = compare(AnalyticTarget(), BASELINE, BEST, LOAD.confirmation, seeds=seeds, metrics=[])
+    made, summary = [], Records.summary
+    monkeypatch.setattr(
+        Records, "summary", lambda records, bounds=(): made.append(bounds) or summary(records, bounds)
+    )
+    assert assess(comparison, PRESETS["itl"], dict.fromkeys(seeds, 60.0), 7, True).pairs == 3
+    assert len(made) == 6
 
 
 def test_changes_without_a_ratio_say_so():

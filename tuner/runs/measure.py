@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -47,6 +48,26 @@ class Run:
         """
         return replace(self.records, window=(0.0, self.seconds))
 
+    def summary(self, slo: Slo) -> stats.Summary:
+        """The figures of the whole, with what ``slo`` asks of each request as goodput.
+
+        Made once for each such bounds: a confirmation measures its runs together, without each in turn, and
+        their percentiles run by run.
+        """
+        bounds = goodput_bounds(slo)
+        if bounds not in self._summaries:
+            self._summaries[bounds] = self.whole.summary(bounds)
+        return self._summaries[bounds]
+
+    @cached_property
+    def _summaries(self) -> dict[tuple[stats.Bound, ...], stats.Summary]:
+        return {}
+
+    @cached_property
+    def backlog(self) -> float:
+        """A trend, so of the steady part."""
+        return backlog_of(self.records)
+
 
 def measure(runs: Sequence[Run], slo: Slo) -> Measurement:
     """The figures that ``slo`` and the report need, over all ``runs`` together.
@@ -55,12 +76,12 @@ def measure(runs: Sequence[Run], slo: Slo) -> Measurement:
     interval: the search compares configs on equal schedules, and the confirmation pools more. The reading
     holds its n.
     """
-    summaries = [run.whole.summary(goodput_bounds(slo)) for run in runs]
+    summaries = [run.summary(slo) for run in runs]
     wanted = [*slo.metrics, *((metric, None) for metric in (*ALWAYS, *SHOWN_RATES, "failed", "completed"))]
     pools = _Pools(summaries)
     readings = {name_of(metric, cls): _reading(pools, metric, cls) for metric, cls in dict.fromkeys(wanted)}
-    # A trend, so of the steady part. Chance makes one in some run of few requests: half the runs are proof.
-    backlog = float(np.median([backlog_of(run.records) for run in runs]))
+    # Chance makes a trend in some run of few requests: half the runs are proof.
+    backlog = float(np.median([run.backlog for run in runs]))
     readings["backlog"] = Reading(backlog, readings["failed"].n)
     verdicts = dict.fromkeys(run.records.verdict for run in runs if run.records.verdict not in ("", "ok"))
     return Measurement(readings, sum(run.seconds for run in runs), ", ".join(verdicts) or "ok")
