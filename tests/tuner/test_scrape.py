@@ -1,3 +1,5 @@
+import pytest
+
 from tuner.runs.scrape import ServerFigures, read_figures
 
 SCRAPE = """# TYPE vllm:num_requests_running gauge
@@ -58,3 +60,30 @@ def test_scrapes_before_and_after_say_nothing_about_the_load_between_them():
     before_and_after = [(at, SCRAPE.format(running=0, preempted=0)) for at in (0, 1, 1, 2)]
     found = read_figures(before_and_after)
     assert (found.peak_running, found.preemptions) == (None, 0)
+
+
+@pytest.mark.parametrize("value", ["NaN", "+Inf", "-3", "1e300", "eleven", ""])
+def test_nonsense_is_not_read_and_what_stands_beside_it_is(value):
+    sane = [(at, SCRAPE.format(running=2, preempted=at)) for at in range(10)]
+    page = SCRAPE.format(running=value, preempted=value).replace('"101"', '"²"')
+    found = read_figures([*sane, (10, page)])
+    assert found == ServerFigures(kv_tokens=1600, peak_running=3, preemptions=9)
+    alone = read_figures([(at, page.replace('"1"} 1.0', f'"1"}} {value}')) for at in range(10)])
+    assert alone == ServerFigures()
+
+
+@pytest.mark.parametrize("page", ["<html>502</html>\n", "\0\xff\n", SCRAPE[:-40], SCRAPE.replace("} ", "")])
+def test_a_page_that_is_none_says_nothing(page):
+    assert read_figures([(0, page)]).peak_running is None
+
+
+def test_a_pool_beyond_all_reason_is_none():
+    page = SCRAPE.format(running=1, preempted=0).replace('"101"', f'"{"9" * 400}"')
+    assert read_figures([(0, page)]).kv_tokens is None
+    assert read_figures([], f"GPU KV cache size: {'9' * 5000} tokens").kv_tokens is None
+    assert read_figures([], "GPU KV cache size: ,, tokens").kv_tokens is None
+
+
+def test_a_counter_that_begins_anew_is_counted_from_there():
+    scrapes = [(k, SCRAPE.format(running=1, preempted=count)) for k, count in enumerate([40, 50, 0, 3])]
+    assert read_figures(scrapes).preemptions == 13
