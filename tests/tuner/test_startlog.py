@@ -156,3 +156,9 @@ def test_a_pool_of_bytes_holds_what_it_holds() -> None:
     baseline = effective({}, "vllm")
     assert plan.refusal({**baseline, "gpu_memory_utilization": 0.1}, baseline, 8192) == ""
     assert "the KV pool is set by hand" in plan.refusal(baseline, baseline, 100_000)
+
+
+@pytest.mark.parametrize("line", ['{block_size="16"', "{}", '{block_size="16",block_size="17"} 1', "{ } } 1"])
+def test_a_garbled_line_of_metrics_tells_nothing(line: str) -> None:
+    told = read_start_log(VLLM_CPU, "vllm", {}, metrics=f"vllm:cache_config_info{line}")
+    assert told == read_start_log(VLLM_CPU, "vllm", {})

@@ -74,7 +74,10 @@ def read_start_log(
 def _cache_config(metrics: str) -> dict[str, str]:
     """The labels of vLLM's ``cache_config_info``; none where the scrape has none."""
     line = next((line for line in metrics.splitlines() if ":cache_config_info{" in line), "")
-    families = list(text_string_to_metric_families(line)) if line else []
+    try:
+        families = list(text_string_to_metric_families(line)) if line else []
+    except (ValueError, KeyError, IndexError, TypeError):  # what the parser raises on garbled lines
+        return {}
     return dict(families[0].samples[0].labels) if families and families[0].samples else {}
 
 
