@@ -27,7 +27,16 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-START_SECONDS = 60
+START_SECONDS = 240
+PATIENCE_SECONDS = 120
+"""Of a machine that is busy with other things."""
+HTTP = httpx.Client(
+    timeout=PATIENCE_SECONDS,
+    trust_env=False,
+    verify=False,
+    limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+)
+"""One for all, as it takes a while to make; every request has a connection of its own."""
 
 
 def make_model(directory: Path, **overrides: Any) -> Path:
@@ -120,13 +129,13 @@ class Server:
     def stop(self, signum: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(signum)
-        return self.process.wait(30)
+        return self.process.wait(PATIENCE_SECONDS)
 
     def metrics(self) -> dict[str, float]:
         """Samples without their common labels: ``name{other="label"}`` -> value."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        text = httpx.get(f"{self.url}/metrics").text
+        text = HTTP.get(f"{self.url}/metrics").text
         samples = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -154,7 +163,7 @@ class Server:
 
 def _healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health").status_code == 200
+        return HTTP.get(f"{url}/health").status_code == 200
     except httpx.TransportError:
         return False
 
@@ -173,13 +182,13 @@ def serving(model: Path, log: Path, *flags: str, load_format: str = "dummy") -> 
         if process.poll() is None:
             process.terminate()
         try:
-            process.wait(30)
+            process.wait(PATIENCE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
-def wait_until(holds: Any, what: str, seconds: float = 30) -> None:
+def wait_until(holds: Any, what: str, seconds: float = PATIENCE_SECONDS) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, f"still not so after {seconds} s: {what}"

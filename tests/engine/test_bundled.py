@@ -192,9 +192,9 @@ def test_two_processes_make_it_once(cache: Path, wheel: Path) -> None:
     processes = [context.Process(target=_fetch_slowly, args=arguments) for _ in range(2)]
     for process in processes:
         process.start()
-    outcome = sorted(results.get(timeout=60) for _ in processes)
+    outcome = sorted(results.get(timeout=240) for _ in processes)
     for process in processes:
-        process.join(timeout=60)
+        process.join(timeout=240)
         assert process.exitcode == 0
     assert outcome == [(0, 64), (1, 64)]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving_kit import Server, make_model, serving, wait_until
+from serving_kit import HTTP, PATIENCE_SECONDS, Server, make_model, serving, wait_until
 
 VOCABULARY = 120
 """Smaller than the tokenizer's: "y" and "z" are tokens that the model does not have."""
@@ -30,7 +30,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def post(server: Server, path: str, body: bytes | dict[str, Any]) -> httpx.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return httpx.post(f"{server.url}{path}", content=content, timeout=60)
+    return HTTP.post(f"{server.url}{path}", content=content)
 
 
 def test_a_token_that_the_model_lacks_is_refused(server: Server) -> None:
@@ -88,7 +88,7 @@ def hang_up(server: Server, seed: int) -> None:
     )
     stage = seed % 4
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
         connection.sendall(request[: chooser.randrange(1, len(request))] if stage == 0 else request)
         if stage == 2:
             connection.settimeout(0.05)
@@ -126,6 +126,6 @@ def test_a_storm_of_hang_ups_leaves_nothing(server: Server) -> None:
 )
 def test_what_is_no_http_is_told_so(server: Server, data: bytes) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS) as connection:
         connection.sendall(data)
         assert connection.recv(1000).startswith(b"HTTP/1.1 400 ")

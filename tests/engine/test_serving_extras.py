@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serving_kit import Server, make_model, serving
+from serving_kit import HTTP, Server, make_model, serving, wait_until
 
 from engine.llm import LLM
 from engine.request import SamplingParams
@@ -31,7 +31,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def post(server: Server, path: str, body: Any = None, headers: dict[str, str] = KEY) -> httpx.Response:
-    return httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=30)
+    return HTTP.post(f"{server.url}{path}", json=body, headers=headers)
 
 
 def usage(server: Server, **body: Any) -> dict[str, Any]:
@@ -42,11 +42,11 @@ def usage(server: Server, **body: Any) -> dict[str, Any]:
 
 
 def test_every_name_is_the_model(server: Server) -> None:
-    listed = httpx.get(f"{server.url}/v1/models", headers=KEY).json()["data"]
+    listed = HTTP.get(f"{server.url}/v1/models", headers=KEY).json()["data"]
     assert [card["id"] for card in listed] == ["first", "second"]
     assert {card["root"] for card in listed} == {listed[0]["root"]}
     for name in ("first", "second"):
-        assert httpx.get(f"{server.url}/v1/models/{name}", headers=KEY).json()["id"] == name
+        assert HTTP.get(f"{server.url}/v1/models/{name}", headers=KEY).json()["id"] == name
         answer = post(server, "/v1/completions", {"prompt": "x", "model": name, "max_tokens": 1}).json()
         assert answer["model"] == "first"
     assert post(server, "/v1/completions", {"prompt": "x", "model": "third"}).status_code == 404
@@ -105,13 +105,13 @@ def test_the_load_generator_reads_those_times(server: Server) -> None:
 
 def test_the_cache_is_not_reset_under_a_running_request(server: Server) -> None:
     body = {"prompt": PROMPT, "n": 40, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, headers=KEY) as stream:
+    with HTTP.stream("POST", f"{server.url}/v1/completions", json=body, headers=KEY) as stream:
         lines = stream.iter_lines()  # kept: the stream is closed with it
         assert next(lines).startswith("data: ")
-        assert httpx.get(f"{server.url}/load").json()["server_load"] > 0
+        assert HTTP.get(f"{server.url}/load").json()["server_load"] > 0
         assert post(server, "/reset_prefix_cache").json() == {"success": False}
     server.wait_for(lambda metrics: metrics["vllm:kv_cache_usage_perc"] == 0, "the request is gone")
-    assert httpx.get(f"{server.url}/load").json() == {"server_load": 0}
+    wait_until(lambda: HTTP.get(f"{server.url}/load").json() == {"server_load": 0}, "nobody is served")
     assert post(server, "/reset_prefix_cache").json() == {"success": True}
 
 
@@ -123,7 +123,7 @@ def test_what_the_reset_refuses(server: Server) -> None:
 
 
 def test_ping_is_health(server: Server) -> None:
-    assert httpx.get(f"{server.url}/ping").status_code == 200
+    assert HTTP.get(f"{server.url}/ping").status_code == 200
     assert post(server, "/ping", headers={}).status_code == 200
 
 

@@ -181,7 +181,7 @@ class SlowCompiler:
 
     def __call__(self, form: StructuredOutputsParams) -> Grammar:
         self.asked.append(form)
-        assert self.go.wait(30)
+        assert self.go.wait(240)
         return self._compile(form)
 
 

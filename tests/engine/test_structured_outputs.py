@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import jsonschema
 import openai
 import pytest
-from serving_kit import Server, make_model, serving
+from serving_kit import HTTP, Server, make_model, serving
 
 from engine.bundled import FetchError, fetch_bundled
 from engine.llm import LLM, Completion
@@ -221,7 +220,7 @@ def test_a_form_that_does_not_work_is_the_clients_fault(
     server: Server, form: dict[str, Any], words: str, stream: bool
 ) -> None:
     body = {"prompt": "x", "stream": stream, "structured_outputs": form}
-    response = httpx.post(f"{server.url}/v1/completions", json=body)
+    response = HTTP.post(f"{server.url}/v1/completions", json=body)
     # In a stream, what goes wrong after the first token can only be an event.
     assert response.status_code == 400 or (stream and "choice" in form)
     assert response.text.replace(" ", "").count('"code":400') == 1
@@ -236,7 +235,7 @@ def test_many_forms_at_once_beside_free_requests(server: Server) -> None:
         body = {"prompt": f"{number}", "seed": number, "max_tokens": 300}
         if not free:
             body["structured_outputs"] = form
-        choice = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]
+        choice = HTTP.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]
         assert free or choice["finish_reason"] == "length" or holds(choice["text"])
 
     with ThreadPoolExecutor(16) as pool:
