@@ -1,5 +1,6 @@
 """Repeats where it is close: what is joined, what is asked again, and what a study makes of it."""
 
+import math
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -17,7 +18,8 @@ from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResul
 from tuner.search.beliefs import Beliefs
 from tuner.search.model import ModelStrategy
 from tuner.search.repeats import joined
-from tuner.search.strategy import History, TpeStrategy
+from tuner.search.strategy import History, TpeStrategy, by_measurement
+from tuner.slo import Objective
 from tuner.space.space import build_space, config_key, effective
 
 OWN = effective({}, "bundled")
@@ -72,6 +74,40 @@ def test_two_measurements_together_have_the_smaller_interval():
     reading = joined(results)[1].reading(SLO.objective)
     assert 0.2 * 1.3 > reading.high > 0.2 * 1.15
     assert 0.2 * 0.7 < reading.low < 0.2 * 0.85
+
+
+@pytest.mark.parametrize("ends", [(math.nan, math.nan), (0.0, math.inf)], ids=["no interval", "an open one"])
+def test_two_measurements_without_an_interval_have_none_together(ends):
+    """Or a rate, which has none, would be as low as 0 for all that is known, and the worst of all."""
+    tokens = {2048: 80.0, 512: 85.0}
+    results = [told(k, n, 0.2, draw=k // 2) for k, n in enumerate([*tokens, *tokens])]
+    for each in results:
+        rate = Reading(tokens[each.config["max_num_batched_tokens"]], 100, *ends)
+        each.measurement.readings["throughput"] = rate
+    own, best = joined(results)
+    reading = best.measurement.reading("throughput")
+    assert (str(reading.low), str(reading.high)) == tuple(map(str, ends))
+    if math.isnan(ends[0]):
+        ranked = by_measurement(replace(history(*results), objective=Objective("throughput", "maximize")))
+        assert [r.number for r in ranked] == [best.number, own.number]
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "together"),
+    [
+        ("goodput", (0.0, 8.0), 0.0),
+        ("itl_p99", (0.2, math.inf), math.inf),
+        ("itl_p99", (math.nan, 0.2), 0.2),
+        ("itl_p99", (0.2, math.nan), 0.2),
+    ],
+)
+def test_of_what_has_no_mean_the_worse_counts(name, values, together):
+    runs = [told(k, 2048, 0.3, draw=k) for k in range(2)]
+    for draw, value in enumerate(values):
+        runs.append(told(2 + draw, 512, 0.2, draw=draw))
+        runs[-1].measurement.readings[name] = Reading(value, 100)
+        runs[draw].measurement.readings[name] = Reading(1.0, 100)
+    assert joined(runs)[1].measurement.value(name) == pytest.approx(together)
 
 
 def test_a_count_that_one_of_the_runs_misses_is_missed():

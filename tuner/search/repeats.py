@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from loadgen.slo import COUNTS
+from loadgen.slo import COUNTS, RATES
 from tuner.runs.result import BASELINE, Measurement, Reading, TrialResult
 from tuner.slo import RelativeBound
 from tuner.space.config import config_key
@@ -91,19 +91,26 @@ def _scaled(reading: Reading, factor: float) -> Reading:
 
 
 def _pooled(name: str, readings: list[Reading]) -> Reading:
-    """Independent readings together: their logarithms' mean, whose interval is as much smaller."""
+    """Independent readings together: their logarithms' mean, whose interval is as much smaller; without one
+    where any of them has none. What one of the runs could not measure the others say.
+    """
+    readings = [r for r in readings if not math.isnan(r.value)] or readings
     values, n = [r.value for r in readings], sum(r.n for r in readings)
     if name in COUNTS or not all(0 < value < math.inf for value in values):
-        return Reading(max(values), n)
+        return Reading(min(values) if name in RATES else max(values), n)
     value = math.exp(_mean([math.log(v) for v in values]))
     low, high = (
-        value * math.exp(sign * _width([abs(math.log(end / v)) if end > 0 else math.inf for end, v in ends]))
+        value * math.exp(sign * _width([_distance(end, v) for end, v in ends]))
         for sign, ends in (
             (-1, [(r.low, r.value) for r in readings]),
             (1, [(r.high, r.value) for r in readings]),
         )
     )
     return Reading(value, n, low, high)
+
+
+def _distance(end: float, value: float) -> float:
+    return math.inf if end <= 0 else abs(math.log(end / value))
 
 
 def _width(widths: list[float]) -> float:
