@@ -22,7 +22,7 @@ from tuner.report.report import figures, write_report
 from tuner.runs.findings import TrialFinding
 from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.slo import parse_slo
-from tuner.space.space import config_key, render_value
+from tuner.space.space import build_space, config_key, render_value
 from tuner.trial import Bench
 from tuner.workers.storage import open_study
 
@@ -315,3 +315,10 @@ def test_text_from_a_server_is_escaped(facts, tmp_path):
     page = next(p for p in write_report(changed) if p.suffix == ".html").read_text()
     assert "<script>alert(1)" not in page
     assert "&lt;script&gt;alert(1)" in page
+
+
+def test_a_flag_that_is_off_is_said_to_be(facts, tmp_path):
+    fixed = build_space(facts.space.baseline, 8192, fix=("speculative_config",))
+    paths = write_report(dataclasses.replace(facts, space=fixed, out=tmp_path))
+    assert ["speculative_config off" in path.read_text() for path in paths] == [False, True, True]
+    assert json.loads(paths[0].read_text())["not_tried"]["held"]["speculative_config"] is None

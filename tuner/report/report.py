@@ -33,7 +33,7 @@ from tuner.runs.measure import pooled
 from tuner.runs.result import Reading, TrialResult, without_nan
 from tuner.search.repeats import joined
 from tuner.slo import Slo
-from tuner.space.space import Space, describe_changes
+from tuner.space.space import Space, describe_changes, render_value
 
 SCHEMA = "vtune.report/1"
 CAVEAT_PROMPTS = (
@@ -286,6 +286,7 @@ def _render(template: str, facts: Facts, data: Mapping[str, Any], charts: Sequen
         label=label,
         show=format_value,
         reading=show,
+        word=render_value,
     )
 
 
