@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from loadgen.options import Oversized
 from loadgen.traces import Trace, TraceError, TraceRow
 from tuner.options import Replay
-from tuner.runs.load import CONFIRM, SEEDS
 from tuner.runs.replay import MIN_REQUESTS, ReplayLoad, digest, read_replay
 from vtune_cli import app
 
@@ -65,7 +64,7 @@ def test_trials_get_a_busy_window_and_a_confirmation_others() -> None:
     by_load = sorted(window.tokens for window in found.windows)
     assert found.searched.tokens == by_load[-2], "the busiest one is an accident"
     seeds = found.confirmation_seeds(5)
-    assert seeds[0] == 3 * SEEDS + CONFIRM
+    assert seeds == [31_000, 31_001, 31_002, 31_003, 31_004]
     starts = [found.fresh[k].start for k in range(5)]
     assert len(set(starts)) == 5
     assert found.searched.start not in starts

@@ -1,4 +1,4 @@
-"""The load of a study: one workload, one way of arriving, and which seed belongs to which measurement."""
+"""The load of a study: one workload and one way of arriving."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Protocol
 
 from loadgen.arrivals import Arrival, ClosedLoop, Poisson
 from loadgen.workload import Length, RequestClass, Schedule, Workload, schedule_hash
+from tuner.runs.seeds import Seeds
 
 DECK = 20
 """Workloads deal their classes from decks of so many: whole decks hold every class in its exact share."""
@@ -16,8 +17,6 @@ SHORT_SHARE = 0.4
 """Of a run's requests, how many belong to the short rung."""
 WARMUP = 2
 """Requests before a load, of the workload's first classes: a server's first steps are slow."""
-SEEDS = 10_000
-CONFIRM, _PROBE, _CAPACITY, REPEAT, LEVEL = 1_000, 2_000, 3_000, 5_000, 9_000
 
 
 class Traffic(Protocol):
@@ -87,7 +86,7 @@ class Load:
 
     def rungs(self, draw: int = 0) -> tuple[Schedule, Schedule]:
         if draw not in self._rungs:
-            self._rungs[draw] = self._drawn(self.seed * SEEDS + (REPEAT + 2 * draw if draw else 0))
+            self._rungs[draw] = self._drawn(*Seeds(self.seed).draw(draw, parts=2))
         return self._rungs[draw]
 
     @cached_property
@@ -95,15 +94,15 @@ class Load:
         """Each made once: to draw prompts takes as long as to simulate a trial."""
         return {}
 
-    def _drawn(self, seed: int) -> tuple[Schedule, Schedule]:
+    def _drawn(self, first: int, second: int) -> tuple[Schedule, Schedule]:
+        """An open loop is drawn whole, from the first seed."""
         if self.rate is None:
-            parts = (SHORT_SHARE * self.seconds, (1 - SHORT_SHARE) * self.seconds)
-            short, rest = (self._closed(seed + i, part, 0 if i else WARMUP) for i, part in enumerate(parts))
-            return short, rest
-        return cut(self._open(seed), round(SHORT_SHARE * self._count))
+            short = self._closed(first, SHORT_SHARE * self.seconds, WARMUP)
+            return short, self._closed(second, (1 - SHORT_SHARE) * self.seconds, 0)
+        return cut(self._open(first), round(SHORT_SHARE * self._count))
 
     def confirmation_seeds(self, pairs: int) -> list[int]:
-        return [self.seed * SEEDS + CONFIRM + pair for pair in range(pairs)]
+        return Seeds(self.seed).confirmation(pairs)
 
     def confirmation(self, seed: int) -> Schedule:
         return self._open(seed) if self.rate is not None else self._closed(seed, self.seconds, WARMUP)
@@ -118,7 +117,7 @@ class Load:
     def at_level(self, level: float, repeat: int) -> Schedule:
         closed = self.rate is None
         other = replace(self, concurrency=round(level)) if closed else replace(self, rate=level)
-        return other.confirmation(self.seed * SEEDS + LEVEL + repeat)
+        return other.confirmation(Seeds(self.seed).level(repeat))
 
     def _open(self, seed: int) -> Schedule:
         return self.workload.schedule(
@@ -160,7 +159,7 @@ def cut(schedule: Schedule, count: int) -> tuple[Schedule, Schedule]:
 def capacity_schedule(workload: Workload, seed: int, count: int, concurrency: int) -> Schedule:
     """A closed loop of ``count`` requests, to find out what the server can do."""
     return workload.schedule(
-        seed=seed * SEEDS + _CAPACITY + count,  # the next loop's prompts must not be in the prefix cache
+        seed=Seeds(seed).capacity(count),
         arrival=ClosedLoop(concurrency),
         num_requests=count,
         warmup=WARMUP,
@@ -173,6 +172,4 @@ def lone_schedule(vocab_size: int, tokens: int, output: int, seed: int, attempt:
     No prompt is like one of another ``attempt``.
     """
     lone = Workload("lone", (RequestClass("lone", 1, Length(tokens), Length(output)),), vocab_size)
-    return lone.schedule(
-        seed=seed * SEEDS + _PROBE + attempt, arrival=ClosedLoop(1), num_requests=2, warmup=0
-    )
+    return lone.schedule(seed=Seeds(seed).lone(attempt), arrival=ClosedLoop(1), num_requests=2, warmup=0)

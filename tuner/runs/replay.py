@@ -17,7 +17,8 @@ from typing import Any
 from loadgen.traces import Trace, TraceError
 from loadgen.workload import Schedule
 from tuner.options import Replay
-from tuner.runs.load import CONFIRM, LEVEL, REPEAT, SEEDS, SHORT_SHARE, WARMUP, cut
+from tuner.runs.load import SHORT_SHARE, WARMUP, cut
+from tuner.runs.seeds import Seeds
 
 BUSY = 0.9
 """Trials get the window that is busier than this share of the others: an SLO binds where traffic is heavy,
@@ -129,15 +130,16 @@ class ReplayLoad:
         """The two schedules of a trial, which together are one window. Another ``draw`` has other prompts at
         the same times: the other windows are the confirmation's.
         """
-        whole = self.schedule(self.searched, self.seed * SEEDS + (REPEAT + draw if draw else 0))
+        (seed,) = Seeds(self.seed).draw(draw, parts=1)
+        whole = self.schedule(self.searched, seed)
         return cut(whole, round(SHORT_SHARE * len(whole.requests)))
 
     def confirmation_seeds(self, pairs: int) -> list[int]:
-        return [self.seed * SEEDS + CONFIRM + pair for pair in range(pairs)]
+        return Seeds(self.seed).confirmation(pairs)
 
     def confirmation(self, seed: int) -> Schedule:
         """A window of its own for every seed; with more seeds than windows at least the prompts differ."""
-        return self.schedule(self.fresh[(seed - self.seed * SEEDS - CONFIRM) % len(self.fresh)], seed)
+        return self.schedule(self.fresh[Seeds(self.seed).pair(seed) % len(self.fresh)], seed)
 
     @property
     def unit(self) -> str:
@@ -153,7 +155,7 @@ class ReplayLoad:
         """The window whose rate is nearest; for further repeats the next nearest ones."""
         by_distance = sorted(self.windows, key=lambda window: abs(math.log(window.rate / level)))
         window = by_distance[repeat % len(by_distance)]
-        return self.schedule(window, self.seed * SEEDS + LEVEL + repeat)
+        return self.schedule(window, Seeds(self.seed).level(repeat))
 
     @property
     def description(self) -> str:
