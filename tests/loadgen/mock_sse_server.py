@@ -43,6 +43,7 @@ class Seen:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
     connections: int = 0
+    answered: int = 0
 
 
 class MockServer:
@@ -53,6 +54,9 @@ class MockServer:
         self.seen = Seen()
         self.silent_until_request = 0
         """Answer nothing before so many requests have come."""
+        self.lives_for_requests: int | None = None
+        """Listen no more, and close the connection, once so many have been answered."""
+        self.listener: asyncio.Server | None = None
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.seen.connections += 1
@@ -82,8 +86,12 @@ class MockServer:
         behaviour = path.split("/")[1]
         while len(self.seen.bodies) < self.silent_until_request:
             await asyncio.sleep(0.002)
+        last = len(self.seen.bodies) == self.lives_for_requests
+        if last and self.listener is not None:
+            self.listener.close()
         keep = await getattr(self, f"do_{behaviour}", self.do_v1)(json.loads(body), write)
-        return keep is not False
+        self.seen.answered += 1
+        return keep is not False and not last
 
     async def _get(self, path: str, write: Write) -> bool:
         if path.endswith("/v1/models"):
@@ -226,6 +234,7 @@ def running(server: MockServer, tls: ssl.SSLContext | None = None) -> Iterator[i
     async def main() -> None:
         box["loop"], box["stop"] = asyncio.get_running_loop(), asyncio.Event()
         listener = await asyncio.start_server(server.handle, "127.0.0.1", 0, ssl=tls, backlog=1024)
+        server.listener = listener
         box["port"] = listener.sockets[0].getsockname()[1]
         started.set()
         await box["stop"].wait()

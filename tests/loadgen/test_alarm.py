@@ -53,7 +53,8 @@ def test_setting_again_replaces_and_closing_silences() -> None:
         alarm = Alarm(asyncio.get_running_loop(), lambda: rung.append(monotonic_ns() - now))
         alarm.set(now + 1_000_000)
         alarm.set(now + 20_000_000)
-        await asyncio.sleep(0.05)
+        while not rung:
+            await asyncio.sleep(0.005)
         alarm.set(monotonic_ns() + 5_000_000)
         alarm.close()
         await asyncio.sleep(0.02)

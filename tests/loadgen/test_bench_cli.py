@@ -164,7 +164,8 @@ def test_help_has_examples(command: str) -> None:
 
 def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    with running(MockServer(gap=0.005)) as port:
+    mock = MockServer(gap=0.005)
+    with running(mock) as port:
         program = [sys.executable, "-m", "vtune_cli", "bench", "run", "--url", f"http://127.0.0.1:{port}"]
         if "__main__" not in Path(sys.modules["vtune_cli"].__file__ or "").read_text():
             program[1:3] = ["-c", "from vtune_cli import app; app()"]
@@ -176,9 +177,11 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path) -> None:
         )
         assert process.stderr is not None
         line = process.stderr.readline()  # the first sign of progress
-        time.sleep(1.0)
+        while mock.seen.answered < 20:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.02)
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=240)
     assert process.returncode == 130, line + err
     assert "interrupted" in out
     run = Records.load(path)

@@ -165,10 +165,16 @@ def test_retry_after_is_kept(url: str) -> None:
 
 
 @pytest.mark.parametrize(("behaviour", "failure"), [("never", Failure.NO_ANSWER), ("stall", Failure.STALLED)])
-def test_a_server_that_goes_silent_costs_one_timeout(url: str, behaviour: str, failure: Failure) -> None:
-    run = one(url, behaviour, options=replace(INLINE, timeout=0.2))
-    assert run.requests[0].failure is failure
-    assert run.requests[0].tokens == (2 if behaviour == "stall" else 0)
+def test_a_server_that_goes_silent_costs_one_timeout(
+    server: tuple[MockServer, str], behaviour: str, failure: Failure
+) -> None:
+    """A busy machine may take longer than the timeout to connect, or for the first two tokens."""
+    for timeout in (0.2, 2.0, 20.0):
+        (record,) = one(server[1], behaviour, options=replace(INLINE, timeout=timeout)).requests
+        if record.failure is failure:
+            break
+    assert record.failure is failure
+    assert record.tokens == (2 if behaviour == "stall" else 0)
 
 
 def test_what_is_unfinished_after_the_drain_is_a_failure(url: str) -> None:
@@ -275,14 +281,13 @@ def test_a_client_that_stood_still_says_when(url: str) -> None:
 
     def progress(counts: Progress) -> None:
         calls.append(counts)
-        if len(calls) == 2:
+        if len(calls) == 1:
             time.sleep(0.3)
 
     run = run_schedule(url, schedule(Constant(40.0), 40), progress=progress, options=INLINE)
     assert run.verdict == "client_limited"
-    at, length = max(run.client.stalls, key=lambda stall: stall[1])
-    assert length >= 0.28
-    assert at >= calls[1].elapsed - 0.05
+    since = calls[0].elapsed - 0.05
+    assert [length for at, length in run.client.stalls if at >= since and length >= 0.28]
     assert any("stood still" in reason for reason in run.reasons)
 
 
@@ -303,9 +308,7 @@ def test_a_client_process_that_was_stopped_says_when(url: str) -> None:
         url, schedule(Constant(40.0), 60), progress=progress, options=replace(INLINE, workers=1)
     )
     assert run.verdict == "client_limited"
-    at, length = max(run.client.stalls, key=lambda stall: stall[1])
-    assert length >= 0.28
-    assert at >= stopped_at[0]
+    assert [length for at, length in run.client.stalls if at >= stopped_at[0] and length >= 0.28]
     assert any("stood still" in reason for reason in run.reasons)
 
 
@@ -326,21 +329,10 @@ def test_a_name_that_does_not_exist() -> None:
 
 def test_a_server_that_dies_refuses_the_rest() -> None:
     mock = MockServer()
-    serving = running(mock)
-    port = serving.__enter__()
-
-    def die_after_ten() -> None:
-        while len(mock.seen.bodies) < 10:
-            time.sleep(0.01)
-        serving.__exit__(None, None, None)
-
-    dying = threading.Thread(target=die_after_ten)
-    dying.start()
-    run = run_schedule(f"http://127.0.0.1:{port}", schedule(Constant(50.0), 60), model="m", options=INLINE)
-    dying.join()
-    assert len(run.requests) == 60
-    assert all(r.ok for r in run.requests[:9])
-    assert run.requests[-1].failure is Failure.REFUSED
+    mock.lives_for_requests = 10
+    with running(mock) as port:
+        run = run_schedule(f"http://127.0.0.1:{port}", schedule(ClosedLoop(1), 60), model="m", options=INLINE)
+    assert [r.failure for r in run.requests] == [None] * 10 + [Failure.REFUSED] * 50
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def post(url: str, body: Any, path: str = "/v1/completions", raw: bytes | None =
     """One request by hand; everything that comes back until the connection ends."""
     data = json.dumps(body).encode() if raw is None else raw
     host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), 10) as peer:
+    with socket.create_connection((host, int(port)), 120) as peer:
         head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
         peer.sendall(head.encode() + data)
         peer.shutdown(socket.SHUT_WR)
@@ -142,7 +142,7 @@ def test_each_token_passes_before_the_next_is_made(tmp_path: Path) -> None:
         probe, _ = gate.accept()  # the check that the server is there
         probe.close()
         host, port = url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port)), 10) as client:
+        with socket.create_connection((host, int(port)), 120) as client:
             client.sendall(b'POST /v1/completions HTTP/1.1\r\nContent-Length: 19\r\n\r\n{"prompt":[1,2,3]} ')
             upstream, _ = gate.accept()
             assert upstream.recv(4096).endswith(b"[1,2,3]} ")
@@ -252,11 +252,11 @@ def test_ctrl_c_ends_a_recording_and_writes_it(server: tuple[MockServer, str], t
     assert process.stderr is not None
     url = process.stderr.readline().split()[1]
     post(url, {"prompt": [1, 2], "max_tokens": 2})
-    deadline = time.monotonic() + 20
-    while len((tmp_path / "t.jsonl.partial").read_text().splitlines()) < 2 and time.monotonic() < deadline:
+    while len((tmp_path / "t.jsonl.partial").read_text().splitlines()) < 2:
+        assert process.poll() is None, process.stderr.read()
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
     assert err == f"1 requests recorded in {out}\n"
     assert len(read_trace(out).rows) == 1
