@@ -12,13 +12,14 @@ from tuner.budget import MAX_PAIRS, MIN_PAIRS, Clock, Plan
 from tuner.confirm import Confirmation, assess, record_directory
 from tuner.job import Job
 from tuner.outcome import Outcome, as_it_runs, better, broken, refuted, unconfirmed, without_confirmation
-from tuner.rehearsal import MOST, Fate, Rehearsal
+from tuner.rehearsal import MOST, Fate, Rehearsal, describe_fates
 from tuner.runs.load import Traffic, span
 from tuner.runs.measure import goodput_bounds
 from tuner.runs.result import TrialResult
 from tuner.search.study import Study
 from tuner.slo import Slo
 from tuner.space.config import Config
+from tuner.space.space import describe_changes
 from tuner.trial import Bench, SetupFailed
 
 MAX_CONFIRMED = 3
@@ -70,6 +71,8 @@ class Finals:
             return list(candidates)
         self.bench.observer.step("rehearsing the confirmation in simulation")
         fates = {r.number: self.rehearsal.fate(r.config) for r in candidates[:MOST]}
+        if fates:
+            self.bench.observer.note(describe_fates(fates))
         return sorted(candidates, key=lambda r: fates.get(r.number, Fate.REFUSED))
 
     def _first_pairs(self) -> int:
@@ -109,7 +112,10 @@ class Finals:
         """Fresh runs of both; a sentence where the best config did not serve them."""
         load = self.load()
         seeds = load.confirmation_seeds(pairs)
-        self.bench.observer.note(f"best so far against the baseline on {len(seeds)} fresh seeds, in turn")
+        changes = describe_changes(self.study.space.changes(best.config)) or "your own config"
+        self.bench.observer.note(
+            f"trial {best.number} against the baseline on {len(seeds)} fresh seeds, in turn: {changes}"
+        )
         try:
             with self.bench.interrupts.load() as stop:
                 comparison = compare(

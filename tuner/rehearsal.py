@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 from enum import IntEnum
 
 from loadgen.slo import name_of
@@ -91,3 +92,11 @@ class Rehearsal:
         if not expected.confirmed:
             return Fate.REFUSED
         return Fate.SURE if expected.surely_holds(self._slo.relative) else Fate.LIKELY
+
+
+def describe_fates(fates: Mapping[int, Fate]) -> str:
+    """How trials, by their numbers, fared in a rehearsal."""
+    words = {Fate.SURE: "sure to hold", Fate.LIKELY: "likely to hold", Fate.REFUSED: "refused"}
+    fared = {fate: [str(number) for number, own in fates.items() if own is fate] for fate in sorted(Fate)}
+    said = [f"{words[fate]}: trial {', '.join(numbers)}" for fate, numbers in fared.items() if numbers]
+    return f"rehearsed in simulation on fresh requests; {'; '.join(said)}"

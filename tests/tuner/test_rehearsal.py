@@ -6,7 +6,7 @@ import pytest
 from analytic_target import AnalyticTarget
 
 from loadgen.workload import preset
-from tuner.rehearsal import Fate, Rehearsal
+from tuner.rehearsal import Fate, Rehearsal, describe_fates
 from tuner.runs.load import Load
 from tuner.search.prior import Prediction, SimulatedPrior
 from tuner.slo import PRESETS
@@ -57,3 +57,10 @@ def test_more_is_better_where_the_objective_is_a_rate(monkeypatch):
     most = rehearsal(slo=PRESETS["throughput"], told={512: {"throughput": 9.0}, 1024: {"throughput": 90.0}})
     monkeypatch.setattr(most, "fate", lambda config: Fate.SURE)
     assert most.best() == {"max_num_batched_tokens": 1024}
+
+
+def test_how_candidates_fared_is_told():
+    fates = {7: Fate.REFUSED, 4: Fate.REFUSED, 3: Fate.SURE, 9: Fate.LIKELY}
+    assert describe_fates(fates).endswith(
+        "; sure to hold: trial 3; likely to hold: trial 9; refused: trial 7, 4"
+    )
