@@ -89,10 +89,11 @@ class Optimizer:
             self._ask_prior()
             self._make_plan()
             self.observer.phase("search")
-            ended = self._search()
-            while not self.crew.settled(self.study):
-                ended = self._search()
-            return ended
+            while True:
+                ended, known = self._search(), self.launched()
+                # What others found out meanwhile may be reason to go on, or they have queued more.
+                if self.crew.settled(self.study) and self.launched() == known:
+                    return ended
         finally:
             self._save_spent()
 

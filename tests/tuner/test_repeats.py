@@ -21,6 +21,7 @@ from tuner.search.repeats import joined
 from tuner.search.strategy import History, TpeStrategy, by_measurement
 from tuner.slo import Objective
 from tuner.space.space import build_space, config_key, effective
+from tuner.workers.crew import Crew
 
 OWN = effective({}, "bundled")
 SPACE = build_space(OWN, 8192)
@@ -324,3 +325,30 @@ def test_time_that_a_confirmation_can_use_is_not_spent_on_repeats(budget, repeat
     endgame = Endgame(study, plan, clock, lambda purpose: nullcontext())
     assert endgame.go_on(left=3) == repeated
     assert study.repeating == repeated
+
+
+class Companion(Crew):
+    """Another worker: it was measuring when this one had no more to do, and then queues repeats."""
+
+    def __init__(self):
+        self.looked = 0
+
+    def settled(self, study):
+        self.looked += 1
+        if self.looked == 1:
+            best = next(r for r in study.results if study.space.changes(r.config))
+            for again in (study.baseline, best):
+                study.enqueue(again.config, "repeat", draw=1)
+            proposal = study.propose()
+            found = replace(study.baseline, number=proposal.number, draw=1, origin="repeat")
+            study.tell(proposal, found)
+        return True
+
+
+def test_a_worker_that_waited_for_another_takes_part_in_what_that_has_queued(make):  # noqa: F811
+    optimizer = make(AnalyticTarget(), trials=3, fix=("all",), vary={"max_num_batched_tokens": (512,)})
+    optimizer.crew = companion = Companion()
+    optimizer.search()
+    assert [r.draw for r in optimizer.study.results] == [0, 0, 1, 1]
+    assert companion.looked == 2
+    assert not optimizer.study.repeating
