@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
+import plotly.io
 
 from loadgen.slo import LATENCIES, RATES, family_of
 from loadgen.stats import Distribution
@@ -248,6 +249,26 @@ def kv_pool(results: Sequence[TrialResult]) -> go.Figure:
     return _dress(figure, title, "max_num_batched_tokens", "KV pool, tokens").update_xaxes(type="log")
 
 
+def to_html(figure: go.Figure, place: int) -> str:
+    """As the ``place``-th part of a page that has plotly's script.
+
+    The theme is laid in here, as data: a figure that is given it copies and checks all of it, which takes
+    longer than all else about a figure.
+    """
+    drawn = figure.to_dict()
+    drawn["layout"]["template"] = plotly.io.templates["plotly_white"].to_plotly_json()
+    return str(
+        plotly.io.to_html(
+            drawn,
+            config={"responsive": True, "displayModeBar": False},
+            include_plotlyjs=False,
+            full_html=False,
+            validate=False,
+            div_id=f"plot{place}",
+        )
+    )
+
+
 def scale_of(metric: str) -> float:
     """What a value is multiplied by to be shown: latencies are in ms."""
     return 1e3 if family_of(metric.partition("{")[0]) in LATENCIES else 1.0
@@ -302,7 +323,6 @@ def _dress(figure: go.Figure, title: str, x: str, y: str) -> go.Figure:
         title=title,
         xaxis_title=x,
         yaxis_title=y,
-        template="plotly_white",
         height=400,
         margin=_MARGIN,
         legend={"orientation": "h", "y": -0.22},

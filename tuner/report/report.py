@@ -269,11 +269,6 @@ def _render(template: str, facts: Facts, data: Mapping[str, Any], charts: Sequen
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    shown = {"responsive": True, "displayModeBar": False}
-    plotted = [
-        chart.to_html(full_html=False, include_plotlyjs=False, config=shown, div_id=f"plot{place}")
-        for place, chart in enumerate(charts)
-    ]
     return environment_.get_template(template).render(
         facts=facts,
         data=data,
@@ -281,7 +276,7 @@ def _render(template: str, facts: Facts, data: Mapping[str, Any], charts: Sequen
         failures=[r for r in facts.results if r.log_tail],
         examined=[r for r in facts.results if (r.findings or r.unexamined) and r.status != "duplicate"],
         changes_of=lambda result: describe_changes(facts.space.changes(result.config)) or "none",
-        charts=plotted,
+        charts=[plots.to_html(chart, place) for place, chart in enumerate(charts)],
         plotly=get_plotlyjs() if charts else "",
         label=label,
         show=format_value,
