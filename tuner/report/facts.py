@@ -44,7 +44,7 @@ def report_facts(
         space=study.space,
         outcome=outcome,
         results=study.results,
-        importances=study.importances(),
+        ped_anova=study.importances(),
         baseline_launch=launch(target.launch_command(job.flags), model, job.flags),
         best_launch=launch(target.launch_command(flags), model, flags) if outcome.best else None,
         load=load,

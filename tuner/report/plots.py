@@ -217,8 +217,10 @@ def cost(items: Sequence[Item]) -> go.Figure:
     )
 
 
-def importances(shares: Mapping[str, float]) -> go.Figure:
+def importances(shares: Mapping[str, float], by_effect: bool) -> go.Figure:
+    """By what each knob does alone, or by PED-ANOVA over all trials."""
     ordered = sorted(shares.items(), key=lambda item: item[1])
+    how = "alone, through the best config" if by_effect else "PED-ANOVA over all trials"
     figure = go.Figure()
     figure.add_bar(
         x=[share for _, share in ordered],
@@ -226,7 +228,7 @@ def importances(shares: Mapping[str, float]) -> go.Figure:
         orientation="h",
         marker_color=AFTER,
     )
-    return _dress(figure, "Which flag mattered (PED-ANOVA)", "share of importance", "").update_layout(
+    return _dress(figure, f"Which flag mattered ({how})", "share", "").update_layout(
         margin={**_MARGIN, "l": 240}
     )
 

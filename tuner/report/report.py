@@ -27,6 +27,7 @@ from tuner.report import plots
 from tuner.report.cost import Item, cost
 from tuner.report.coverage import Coverage, coverage
 from tuner.report.curves import KnobCurve, one_knob_curves
+from tuner.report.effects import Effect, effects
 from tuner.report.launch import Launch
 from tuner.report.pareto import Front, pareto_front
 from tuner.runs.measure import pooled
@@ -51,7 +52,8 @@ class Facts:
     space: Space
     outcome: Outcome
     results: Sequence[TrialResult]
-    importances: Mapping[str, float]
+    ped_anova: Mapping[str, float]
+    """Shares of the objective's variation over all trials, by axis; empty for too few trials."""
     baseline_launch: Launch
     best_launch: Launch | None
     load: str
@@ -99,7 +101,8 @@ class Facts:
             "launch": asdict(self.best_launch) if self.best_launch else None,
             "rollback": asdict(self.baseline_launch),
             "trials": [result.to_json() for result in self.results],
-            "importances": dict(self.importances),
+            "importances": self.importances,
+            "effects": [asdict(effect) for effect in self.effects],
             "kv_pool": self.kv_pool,
             "load": self.load,
             "survey": self.survey,
@@ -134,7 +137,17 @@ class Facts:
         best = self.outcome.best.config if self.outcome.best else self.space.baseline
         told = joined(r for r in self.results if r.status != "duplicate")
         found = one_knob_curves(told, best, self.space, self.slo.compared, self.predictions)
-        return sorted(found, key=lambda curve: -self.importances.get(curve.axis, 0.0))
+        order = [effect.axis for effect in effects(found)]
+        return sorted(found, key=lambda curve: order.index(curve.axis) if curve.axis in order else len(order))
+
+    @cached_property
+    def effects(self) -> list[Effect]:
+        return effects(self.curves)
+
+    @property
+    def importances(self) -> dict[str, float]:
+        """Shares by axis: of what knobs do alone, or of all trials' variation where that is not known."""
+        return {effect.axis: effect.share for effect in self.effects} or dict(self.ped_anova)
 
     @cached_property
     def cost(self) -> list[Item]:
@@ -226,7 +239,7 @@ def figures(facts: Facts) -> list[go.Figure]:
     if facts.advice:
         found.append(plots.loads(facts.advice))
     if facts.importances:
-        found.append(plots.importances(facts.importances))
+        found.append(plots.importances(facts.importances, by_effect=bool(facts.effects)))
     if facts.kv_pool:
         found.append(plots.kv_pool(facts.results))
     if facts.cost:

@@ -36,8 +36,9 @@ from tuner.space.space import Config, Space, config_key
 
 RULE = "rule"
 
-MIN_IMPORTANCE_VALUES = 4
-"""Fewer different outcomes say nothing about importance."""
+PER_KNOB = 5
+"""Trials for each knob that was varied, and different outcomes in all: fewer say nothing about importance (a
+knob that one trial of ten varies is the most important one)."""
 FRUITLESS = 5
 """After so many proposals in a row that cannot be launched, an untried config is drawn at random."""
 MAX_DEATHS = 1
@@ -272,7 +273,7 @@ class Study:
                 )
         told = shadow.get_trials(deepcopy=False)
         varied = sorted(name for name in shared if len({t.params[name] for t in told}) > 1)
-        if len({t.value for t in told}) < MIN_IMPORTANCE_VALUES or not varied:
+        if not varied or len(told) < PER_KNOB * len(varied) or len({t.value for t in told}) < PER_KNOB:
             return {}
         evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.5)
         found = optuna.importance.get_param_importances(shadow, evaluator=evaluator, params=varied)
