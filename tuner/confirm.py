@@ -39,6 +39,11 @@ class Change:
     """Samples behind ``b``."""
 
     @property
+    def applies(self) -> bool:
+        """Whether a bound that is relative to ``a`` says anything: not where the load has no such figure."""
+        return not math.isnan(self.a)
+
+    @property
     def percent(self) -> str:
         """``-66 %, 95 % interval -72 … -58``."""
         if math.isnan(self.ratio):
@@ -76,7 +81,7 @@ class Confirmation:
     def surely_holds(self, bounds: Sequence[RelativeBound]) -> bool:
         """Whether the whole of each one's interval does."""
         changes = ((bound, self.change(bound.metric)) for bound in bounds)
-        return all(holds(b.on_ratio, c.ratio, c.low, c.high, 1.0) for b, c in changes)
+        return all(holds(b.on_ratio, c.ratio, c.low, c.high, 1.0) for b, c in changes if c.applies)
 
     def files(self) -> dict[str, Path]:
         """Directory of each side's records, relative to the output directory."""
@@ -129,7 +134,9 @@ def judge(
     """
     changes = {name: _change(name, a, b, intervals.get(name)) for name in compared_metrics(slo)}
     problems = [_missed(bound, b) for bound in slo.bounds]
-    problems += [_worse(bound, changes[bound.metric]) for bound in slo.relative]
+    problems += [
+        _worse(bound, changes[bound.metric]) for bound in slo.relative if changes[bound.metric].applies
+    ]
     if baseline_feasible:
         problems.append(_no_gain(slo, changes[slo.objective.name]))
     return Confirmation(

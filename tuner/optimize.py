@@ -19,7 +19,7 @@ from tuner.endgame import Endgame
 from tuner.finals import Finals
 from tuner.job import Job
 from tuner.offer import Offer
-from tuner.outcome import Outcome, describe_trial, unseen_stalls
+from tuner.outcome import Outcome, describe_trial, label, unseen_stalls
 from tuner.rehearsal import Rehearsal
 from tuner.report.cost import SPENT_ON
 from tuner.runs.load import Traffic, span
@@ -367,7 +367,12 @@ class Optimizer:
         """Why the search must end now; "" while it may go on."""
         if not self.bench.target.restartable:
             return "the server runs already and is not restarted"
-        launched = self._launched()
+        launched, own = self._launched(), self.study.baseline
+        if own is not None and own.status == "measured" and math.isnan(own.value(self.slo.objective)):
+            return (
+                f"this load has no {label(self.slo.objective.name)}, such as gaps between tokens where every "
+                "answer is one token. Give another --slo or --workload"
+            )
         if len(launched) >= MAX_FAILURES and all(r.status == "failed" for r in launched):
             return f"nothing served in {len(launched)} launches"
         if self._trials_left() < 1:

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 from analytic_target import AnalyticTarget
@@ -6,7 +7,7 @@ from analytic_target import AnalyticTarget
 from loadgen.compare import compare
 from loadgen.record import Records
 from loadgen.slo import Bound
-from loadgen.workload import preset
+from loadgen.workload import Length, RequestClass, Workload, preset
 from tuner.confirm import GUARD, Change, assess, holds
 from tuner.runs.load import Load, span
 from tuner.slo import PRESETS, parse_slo
@@ -15,10 +16,10 @@ LOAD = Load(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)
 BASELINE, BEST = {"max_num_batched_tokens": 2048}, {"max_num_batched_tokens": 512}
 
 
-def confirm(slo, pairs=3, baseline_feasible=True, a=BASELINE, b=BEST, **target):
-    seeds = LOAD.confirmation_seeds(pairs)
-    comparison = compare(AnalyticTarget(**target), a, b, LOAD.confirmation, seeds=seeds, metrics=[])
-    seconds = {seed: span(LOAD.confirmation(seed)) for seed in seeds}
+def confirm(slo, pairs=3, baseline_feasible=True, a=BASELINE, b=BEST, load=LOAD, **target):
+    seeds = load.confirmation_seeds(pairs)
+    comparison = compare(AnalyticTarget(**target), a, b, load.confirmation, seeds=seeds, metrics=[])
+    seconds = {seed: span(load.confirmation(seed)) for seed in seeds}
     return assess(comparison, slo, seconds, 7, baseline_feasible)
 
 
@@ -52,6 +53,17 @@ def test_noise_is_no_gain():
 def test_a_relative_bound_is_judged_on_the_pairs():
     confirmation = confirm(PRESETS["itl"], b={"max_num_batched_tokens": 32})
     assert any(problem.startswith("ttft_p95") and "1.2x" in problem for problem in confirmation.problems)
+
+
+def test_a_bound_on_what_the_load_does_not_have_is_none():
+    """A request of one token has no gap between tokens."""
+    one = Workload("one", (RequestClass("one", 1, Length(2000), Length(1)),))
+    confirmation = confirm(
+        PRESETS["ttft"], a={"max_num_batched_tokens": 512}, b={}, load=replace(LOAD, workload=one)
+    )
+    assert math.isnan(confirmation.change("itl_p99").a)
+    assert confirmation.problems == ()
+    assert confirmation.surely_holds(PRESETS["ttft"].relative)
 
 
 def test_failed_requests_are_a_problem():

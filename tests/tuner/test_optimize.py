@@ -1,6 +1,7 @@
 """The whole job against a target that is a formula: how studies end, resume, and what they conclude."""
 
 import itertools
+import json
 
 import optuna
 import pytest
@@ -68,6 +69,17 @@ def test_a_better_config_is_found_and_confirmed(make):
     change = outcome.confirmation.change("itl_p99")
     assert change.ratio < 0.8
     assert change.n > 2000
+
+
+@pytest.mark.parametrize("slo", ["itl", "stall"])
+def test_a_load_that_has_no_such_figure_ends_the_search_at_once(make, tmp_path, slo):
+    one = {"classes": [{"name": "one", "weight": 1, "prompt": 500, "output": 1}]}
+    (tmp_path / "one.json").write_text(json.dumps(one))
+    optimizer = make(AnalyticTarget(), slo=slo, workload=str(tmp_path / "one.json"))
+    outcome = optimizer.run()
+    assert len(launches(optimizer)) == 1
+    assert outcome.sentence.startswith("Your config was compared with none (")
+    assert "n/a): this load has no " in outcome.sentence
 
 
 def test_starting_points_come_right_after_the_baseline(make):

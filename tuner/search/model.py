@@ -266,7 +266,9 @@ def _improvement(by: Array, deviation: Array) -> Array:
 def _reason(beliefs: Beliefs, x: Array) -> str:
     """Why this one, for people."""
     objective = beliefs.objective
-    value = objective.value(float(beliefs.expected(x)[0][0]))
+    value = beliefs.figures(x).get(objective.name)
+    if value is None:
+        return "model: nothing is known yet"
     chance = math.exp(float(beliefs.log_feasible(x)[0]))
     return (
         f"model: {objective.name} about {format_value(objective.metric, value)}, feasible with {chance:.0%}"
