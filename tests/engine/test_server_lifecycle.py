@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from quiet_port import quiet_port
 from serving_kit import HTTP, PATIENCE_SECONDS, VTUNE, Server, make_model, process_alive, serving, wait_until
 
 LONG = {"prompt": "a" * 100, "max_tokens": 30_000, "ignore_eos": True}
@@ -128,8 +129,7 @@ def test_a_port_in_use_is_refused_before_the_model_is_loaded(model: Path) -> Non
 
 def test_of_two_servers_started_at_once_on_a_port_one_is_refused(model: Path, tmp_path: Path) -> None:
     """Both can bind it, as neither listens before its model is loaded."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
+    port = quiet_port()
     command = [VTUNE, "serve", str(model), "--load-format", "dummy", "--device-memory", "256MiB"]
     command += ["--port", str(port)]
     logs = [tmp_path / "first", tmp_path / "second"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+import psutil
 import scipy.stats  # noqa: F401 - here, and not in every fork
 import sqlalchemy
 from analytic_target import AnalyticTarget
@@ -103,6 +104,28 @@ class Crew:
         os.kill(self.workers[name].pid, signal.SIGKILL)
         self.workers[name].join()
 
+    def freeze(self, name: str) -> None:
+        """Stop a worker of PostgreSQL, but in no transaction: what it had locked would stay so."""
+        process = psutil.Process(self.workers[name].pid)
+        storage = optuna.storages.RDBStorage(self.url)
+        transactions = sqlalchemy.text(
+            "SELECT count(xact_start) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+        )
+        try:
+            while True:
+                process.suspend()
+                while process.status() != psutil.STATUS_STOPPED:
+                    time.sleep(0.01)
+                with storage.engine.connect() as connection:
+                    if connection.execute(transactions).scalar() == 0:
+                        return
+                process.resume()
+                time.sleep(0.01)
+        finally:
+            storage.remove_session()
+            storage.engine.dispose()
+
     def bury(self, name: str) -> None:
         """Let the last heartbeat of a worker that is killed or stopped be an hour ago."""
         storage = optuna.storages.RDBStorage(self.url)
@@ -126,6 +149,13 @@ class Crew:
             if worker.is_alive():
                 worker.kill()
             worker.join()
+
+    def wait_for(self, name: str, text: str) -> None:
+        """Until a worker has noted ``text``."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while text not in self.diary(name):
+            assert time.monotonic() < deadline, f"{text!r} is not in:\n{self.diary(name)}"
+            time.sleep(0.02)
 
     def diary(self, name: str) -> str:
         path = self.place / name / "diary"

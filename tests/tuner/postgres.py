@@ -14,8 +14,7 @@ from pathlib import Path
 
 import psycopg
 import psycopg.sql
-
-from loadgen.targets.server import free_port
+from quiet_port import quiet_port
 
 PASSWORD = "s3cret/word"
 USER = "vtune"
@@ -42,7 +41,7 @@ class Postgres:
     def __init__(self, place: Path) -> None:
         bin_directory = programs()
         assert bin_directory is not None, "see reason_to_skip"
-        self._bin, self._place, self.port = bin_directory, place, free_port()
+        self._bin, self._place, self.port = bin_directory, place, quiet_port()
         self._process: subprocess.Popen[bytes] | None = None
         password = place / "password"
         password.write_text(PASSWORD)
@@ -78,7 +77,7 @@ class Postgres:
                 **self._identity(),
             )
         ready = [str(self._bin / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while subprocess.run(ready).returncode:
             assert self._process.poll() is None, (self._place / "log").read_text()
             assert time.monotonic() < deadline, (self._place / "log").read_text()

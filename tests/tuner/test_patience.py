@@ -7,14 +7,23 @@ def wait(event):
     assert event.wait(60), "the timer never ran out"
 
 
-def test_patience_ends_with_the_last_answer_that_renews_it():
+def test_an_answer_renews_patience():
     stop = threading.Event()
-    with Patience(0.05, stop, renewed=True) as patience:
+    with Patience(3600, stop, renewed=True) as patience:
         first = patience._timer
         patience.answered(1)
+        second = patience._timer
         assert first.finished.is_set()  # it was cancelled
-        assert patience._timer is not first
+        assert second is not first
         patience.answered(1)  # nothing new
+        assert patience._timer is second
+    assert not stop.is_set()
+
+
+def test_patience_ends_with_the_last_answer():
+    stop = threading.Event()
+    with Patience(0.05, stop, renewed=True) as patience:
+        patience.answered(1)
         wait(stop)
     assert patience.exhausted
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 from analytic_target import AnalyticTarget
-from crew import PATIENCE_SECONDS, Crew, Victim, wait_for
+from crew import Crew, Victim, wait_for
 from postgres import postgres, reason_to_skip
 
 pytestmark = pytest.mark.timeout(600)
@@ -96,8 +96,7 @@ def test_a_baseline_whose_worker_died_is_measured_by_one_of_those_that_wait(crew
     wait_for(tmp_path / "halted")
     crew.start("w0")
     crew.start("w1")
-    wait_for(crew.place / "w1" / "diary")
-    assert "baseline: left to the worker on host-victim" in crew.diary("w1")
+    crew.wait_for("w1", "baseline: left to the worker on host-victim")
     crew.kill("victim")
     crew.bury("victim")
     crew.finish("w0", "w1")
@@ -115,10 +114,8 @@ def test_workers_outlast_a_database_that_restarts(crew_in, fresh, database, tmp_
     database.stop()
     for marker in ("halted", "w0-halted"):  # both come to their ends while there is no database
         (tmp_path / marker).unlink()
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not all("does not answer" in crew.diary(name) for name in crew.workers):
-        assert time.monotonic() < deadline, crew.diary("w0")
-        time.sleep(0.05)
+    for name in crew.workers:
+        crew.wait_for(name, "does not answer")
     database.start()
     crew.finish()
     crew.assert_each_config_was_measured_once(trials=4)
@@ -131,7 +128,7 @@ def test_one_that_was_taken_for_dead_goes_on_and_nothing_counts_twice(crew_in, f
     crew = crew_in(fresh)
     sleeper = crew.start("sleeper", Victim(tmp_path / "halted", not_the_baseline))
     wait_for(tmp_path / "halted")
-    os.kill(sleeper.pid, signal.SIGSTOP)
+    crew.freeze("sleeper")
     crew.bury("sleeper")
     crew.start("w0")
     crew.finish("w0")

@@ -85,8 +85,8 @@ def test_workers_of_one_machine_have_a_gpu_each_and_one_verdict(vtune: Processes
     vtune.start("boss", "--workers", "2", rate=50, run_time="0.5s", CUDA_VISIBLE_DEVICES="4,7")
     assert vtune.finish("boss") == 0, vtune.noted("boss")
     workers = assert_each_config_was_measured_once(f"sqlite:///{tmp_path / 'out' / 'study.db'}")
-    assert {worker["devices"] for worker in workers} <= {"4", "7"}
-    assert set((tmp_path / "devices").read_text().split()) == {worker["devices"] for worker in workers}
+    seen = set((tmp_path / "devices").read_text().split())
+    assert {worker["devices"] for worker in workers} <= seen <= {"4", "7"}, "one may do nothing but confirm"
     assert len(vtune.said("boss").splitlines()) in (1, 3), "a verdict, and how to launch it and go back"
     verdict = vtune.said("boss").splitlines()[0]
     for name in ("worker-1", "worker-2"):

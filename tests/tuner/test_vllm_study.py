@@ -48,11 +48,13 @@ def test_a_study_of_a_vllm(
     options = Options(
         target="vllm",
         flags=f"VAR=x {program} serve M --max-num-seqs 16",
+        slo="ttft_p95<60s",  # held on however busy a machine
         rate=50.0,
         workload="random",
         run_seconds=0.5,
         trials=1,
         pairs=2,
+        prior="none",
         study="s",
         out=tmp_path / "out",
     )
