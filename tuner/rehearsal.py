@@ -55,6 +55,10 @@ class Rehearsal:
             self._fates[key] = self._judged(self._runs(config))
         return self._fates[key]
 
+    def known(self, config: Config) -> Fate | None:
+        """What was found already."""
+        return self._fates.get(config_key(config))
+
     def best(self) -> Config | None:
         """Of what the prior knows, the sure config with the best objective; a change must be worth it."""
         objective, known = self._slo.objective, self._prior.known

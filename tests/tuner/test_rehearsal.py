@@ -59,6 +59,14 @@ def test_more_is_better_where_the_objective_is_a_rate(monkeypatch):
     assert most.best() == {"max_num_batched_tokens": 1024}
 
 
+def test_what_was_rehearsed_is_known():
+    whole, config = rehearsal(), {"max_num_batched_tokens": 512}
+    assert whole.known(config) is None
+    assert whole.known({**config, "max_num_seqs": 4}) is None
+    whole.fate(config)
+    assert whole.known(config) is Fate.SURE
+
+
 def test_how_candidates_fared_is_told():
     fates = {7: Fate.REFUSED, 4: Fate.REFUSED, 3: Fate.SURE, 9: Fate.LIKELY}
     assert describe_fates(fates).endswith(

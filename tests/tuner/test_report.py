@@ -81,6 +81,37 @@ def test_html_loads_nothing(texts):
     assert not any("url(" in style or "@import" in style for style in styles)
 
 
+def test_what_was_rehearsed_stands_beside_the_plan(facts, texts, tmp_path):
+    said = "rehearsed in simulation on fresh requests; sure to hold: trial 3; refused: trial 7"
+    for path in write_report(dataclasses.replace(facts, rehearsed=said, out=tmp_path)):
+        assert said in path.read_text()
+        assert said not in texts[path.suffix]
+
+
+def test_which_flag_mattered_names_its_source(facts, tmp_path):
+    predictions = {
+        config_key({**facts.outcome.best.config, "max_num_batched_tokens": tokens}): {
+            "itl_p99": 1e-4 * tokens
+        }
+        for tokens in (64, 2048)
+    }
+    simulated = dataclasses.replace(facts, predictions=predictions, out=tmp_path)
+    write_report(simulated)
+    assert simulated.importances["max_num_batched_tokens"] == max(simulated.importances.values())
+    assert (
+        "| max_num_batched_tokens | 6.4 ms | 205 ms | 2 simulated |" in (tmp_path / "report.md").read_text()
+    )
+
+
+def test_without_a_knob_that_was_varied_alone_all_trials_say_which_flag_mattered(facts, tmp_path):
+    alone = dataclasses.replace(
+        facts, results=facts.results[:1], ped_anova={"max_num_seqs": 1.0}, out=tmp_path
+    )
+    write_report(alone)
+    assert alone.importances == {"max_num_seqs": 1.0}
+    assert "## Which flag mattered (PED-ANOVA over all trials)" in (tmp_path / "report.md").read_text()
+
+
 def test_html_holds_plotly_and_every_figure(texts, facts):
     assert "Plotly.newPlot" in texts[".html"]
     assert texts[".html"].count('class="plotly-graph-div"') == len(figures(facts))

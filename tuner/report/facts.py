@@ -8,6 +8,7 @@ from tuner.loads import Advice
 from tuner.optimize import Optimizer
 from tuner.outcome import Outcome
 from tuner.regression import Recommendation, compare_with, recommendation
+from tuner.rehearsal import describe_fates
 from tuner.report.cost import SPENT_ON
 from tuner.report.curves import along
 from tuner.report.launch import launch
@@ -60,8 +61,23 @@ def report_facts(
         advice=advice,
         predictions=predictions,
         prior=prior,
+        rehearsed=_rehearsed(optimizer),
         spent_on=optimizer.record.user_attrs.get(SPENT_ON, {}),
     )
+
+
+def _rehearsed(optimizer: Optimizer) -> str:
+    """How the trials' configs fared, as far as they were rehearsed."""
+    rehearsal = optimizer.rehearsal
+    if rehearsal is None:
+        return ""
+    found = {
+        r.number: rehearsal.known(r.config)
+        for r in optimizer.study.results
+        if r.draw == 0 and r.status == "measured"
+    }
+    fates = {number: fate for number, fate in found.items() if fate is not None}
+    return describe_fates(fates) if fates else ""
 
 
 def _predictions(optimizer: Optimizer, outcome: Outcome) -> tuple[dict[str, dict[str, float]], str]:

@@ -76,6 +76,8 @@ class Facts:
     """What a simulation said: config's key -> metric's name -> value."""
     prior: str = ""
     """Where the predictions come from."""
+    rehearsed: str = ""
+    """How the trials' configs fared in a rehearsal of the confirmation."""
     spent_on: Mapping[str, float] = field(default_factory=dict)
     """Seconds beside the trials', by purpose (see tuner.report.cost)."""
 
@@ -107,6 +109,7 @@ class Facts:
             "load": self.load,
             "survey": self.survey,
             "plan": self.plan,
+            "rehearsed": self.rehearsed,
             "seconds": self.seconds,
             "target": self.target,
             "estimate": self.estimate,
