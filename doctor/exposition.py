@@ -85,14 +85,13 @@ def split_scrapes(text: str) -> list[tuple[int, str]]:
     return scrapes
 
 
-def parse_scrape(text: str, known: dict[str, SeriesKey] | None = None) -> tuple[dict[SeriesKey, float], int]:
+def parse_scrape(text: str, known: dict[str, SeriesKey]) -> tuple[dict[SeriesKey, float], int]:
     """The samples that the catalog knows, and how many lines could not be read.
 
     A last line without its line feed is left out: "12" may be the start of "123.0". NaN and infinite
     values count as absent. Of a duplicated series the last sample counts. ``known`` remembers the series
     already met: names and labels are parsed once a recording, not once a scrape.
     """
-    known = {} if known is None else known
     samples: dict[SeriesKey, float] = {}
     bad = 0
     for line in text.replace("\r\n", "\n").split("\n")[:-1]:

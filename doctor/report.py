@@ -159,5 +159,5 @@ def _plain(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _some(names: Sequence[str], most: int = 5) -> str:
-    return ", ".join(names[:most]) + (", …" if len(names) > most else "")
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")

@@ -32,7 +32,7 @@ class Case:
     text: str = ""
 
 
-def junit(cases: Iterable[Case], suite: str, seconds: float = 0.0) -> str:
+def junit(cases: Iterable[Case], suite: str) -> str:
     """JUnit XML: a case a metric, skipped where nothing was shown."""
     listed = list(cases)
     root = ET.Element("testsuites")
@@ -44,7 +44,7 @@ def junit(cases: Iterable[Case], suite: str, seconds: float = 0.0) -> str:
         failures=str(sum(bool(case.failure) for case in listed)),
         skipped=str(sum(bool(case.skipped) for case in listed)),
         errors="0",
-        time=f"{seconds:.3f}",
+        time="0.000",
     )
     for case in listed:
         node = ET.SubElement(element, "testcase", classname=suite, name=_clean(case.name))

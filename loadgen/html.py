@@ -37,9 +37,9 @@ th:first-child, td:first-child, .names td:nth-child(2) { text-align: left }
 """
 
 
-def html(records: Records, summary: Summary | None = None) -> str:
+def html(records: Records) -> str:
     """The whole page."""
-    summary = summary or records.summary()
+    summary = records.summary()
     figures = [
         _ecdf(summary, "ttft"),
         _ecdf(summary, "itl"),

@@ -116,10 +116,6 @@ class ClientStats:
     """(when, how long) of the heartbeats that were more than 20 ms late, seconds after the start."""
     lag_p95: float = 0.0
 
-    @property
-    def cpu_per_read(self) -> float:
-        return self.cpu / self.reads if self.reads else 0.0
-
 
 @dataclass(frozen=True)
 class Records:

@@ -128,9 +128,9 @@ def facts(records: Records) -> list[tuple[str, str]]:
     ]
 
 
-def text(records: Records, summary: Summary | None = None) -> RenderableType:
+def text(records: Records) -> RenderableType:
     """For a rich console."""
-    summary = summary or records.summary()
+    summary = records.summary()
     parts: list[RenderableType] = [
         Text.assemble((f"{name:<9}", "dim"), value) for name, value in facts(records)
     ]
@@ -164,17 +164,17 @@ def table(heads: tuple[str, ...], rows: list[tuple[str, ...]], left: int) -> Tab
     return table
 
 
-def print_report(records: Records, file: IO[str], summary: Summary | None = None) -> None:
+def print_report(records: Records, file: IO[str]) -> None:
     """Print :func:`text`; wide enough for its tables where there is no terminal."""
     console = Console(file=file, highlight=False)
     if not console.is_terminal or console.width < 132:
         console = Console(file=file, highlight=False, width=132, no_color=not console.is_terminal)
-    console.print(text(records, summary))
+    console.print(text(records))
 
 
-def markdown(records: Records, summary: Summary | None = None) -> str:
+def markdown(records: Records) -> str:
     """Fits a CI job's summary."""
-    summary = summary or records.summary()
+    summary = records.summary()
     lines = [f"## Benchmark: {records.verdict}", ""]
     lines += [f"- {_escape(reason)}" for reason in records.reasons] + [""] * bool(records.reasons)
     lines += [f"- **{name}**: {_escape(value)}" for name, value in facts(records)]
@@ -197,10 +197,10 @@ def _escape(value: str) -> str:
     return value.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
-def to_json(records: Records, summary: Summary | None = None) -> dict[str, Any]:
+def to_json(records: Records) -> dict[str, Any]:
     """Every figure as {"value", "n", "low", "high"}: seconds, rates or counts; null is "too few samples",
     "inf" that failures reach it."""
-    summary = summary or records.summary()
+    summary = records.summary()
     return {
         "schema": SCHEMA,
         "verdict": records.verdict,

@@ -7,13 +7,12 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Literal
 
 from loadgen.datasets import CHARS_A_TOKEN
 from loadgen.workload import PlannedRequest, Schedule
 
 Policy = Literal["random", "least-loaded", "prefix-aware", "length-pooled"]
-POLICIES: tuple[Policy, ...] = get_args(Policy)
 PREFIX_TOKENS = 64
 """Prompts are compared in pieces of so many tokens."""
 MIN_MATCH = 0.5

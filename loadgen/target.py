@@ -62,19 +62,10 @@ class StartFailed(TargetFailed):
 
 
 class RunFailed(TargetFailed):
-    """The server ended during a load. ``records`` holds what was measured until then."""
+    """The server ended during a load."""
 
-    def __init__(
-        self,
-        reason: str,
-        detail: str,
-        log_tail: str = "",
-        log_path: Path | None = None,
-        *,
-        records: Records | None = None,
-    ) -> None:
-        super().__init__(reason, detail, log_tail, log_path)
-        self.records = records
+    records: Records | None = None
+    """What was measured until then."""
 
 
 class OpenTarget(ABC):

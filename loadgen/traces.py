@@ -26,7 +26,6 @@ from loadgen.workload import (
     warm,
 )
 
-OVERSIZED = ("error", "clip", "drop")
 _CLASSES = ((1000, "short"), (8000, "medium"), (math.inf, "long"))
 """Of rows that name no class, by prompt tokens as recorded."""
 

@@ -173,7 +173,7 @@ class _Comparison:
         runs: dict[str, list[list[Run]]] = {}
         for repeat in range(REPEATS):
             for config in configs:
-                if not self._affords(config, repeat):
+                if not self._affords(repeat):
                     return
                 key = self._known(config)
                 so_far = runs.setdefault(key, [[] for _ in self.levels])
@@ -181,7 +181,7 @@ class _Comparison:
                 slo = self.optimizer.slo
                 self.measured[key] = [measure(level, slo) if level else None for level in so_far]
 
-    def _affords(self, config: Config, repeat: int) -> bool:
+    def _affords(self, repeat: int) -> bool:
         plan, budget = self.optimizer.plan, self.optimizer.job.budget
         if budget is None:
             return repeat == 0
