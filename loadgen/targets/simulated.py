@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.virtual import SimulatedServer, Simulation
     from loadgen.record import Records
     from loadgen.routing import Policy
-    from loadgen.virtual import Answers
+    from loadgen.virtual_server import Answers
     from loadgen.wire import Progress
 
 PREFIX = "simulated:"
@@ -250,7 +250,7 @@ class _Door:
         self.server.add(TimedRequest(request_id, at, token_ids, sampling, planned.priority))
 
     def step(self) -> Answers:
-        from loadgen.virtual import Answer, Answers
+        from loadgen.virtual_server import Answer, Answers
 
         delivery = self.server.step()
         outputs, others = delivery.outputs, {}

@@ -18,7 +18,8 @@ from loadgen.routing import (
     make_route,
     tokens_of,
 )
-from loadgen.virtual import Answer, Answers, VirtualClient, records_of
+from loadgen.virtual import VirtualClient, records_of
+from loadgen.virtual_server import Answer, Answers
 from loadgen.workload import Length, PlannedRequest, RequestClass, Schedule, Workload
 
 STEP = 0.1
