@@ -117,14 +117,12 @@ class _Comparison:
 
     def _variants(self, middle: Config) -> Iterator[Config]:
         """One sensitive knob moved to the ends and the middle of its ladder."""
-        whole = {axis.name: axis.param(axis.values[0]) for axis in self.space.axes}
-        params = {**whole, **self.space.params(middle)}
         for name in SENSITIVE:
             for axis in self.space.axes:
                 if axis.name == name:
                     places = dict.fromkeys((0, len(axis.values) // 2, len(axis.values) - 1))
                     for place in places:
-                        yield self.space.config({**params, name: axis.param(axis.values[place])})
+                        yield self.space.moved(middle, axis, axis.values[place])
 
     # What they do.
 

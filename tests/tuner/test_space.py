@@ -64,6 +64,17 @@ def test_every_ladder_holds_the_baselines_value():
     assert build_space(odd, 8192).snap(odd) == odd
 
 
+def test_a_config_is_moved_along_one_axis():
+    seqs = next(axis for axis in SPACE.axes if axis.name == "max_num_seqs")
+    assert SPACE.moved(BASELINE, seqs, seqs.values[0]) == {**BASELINE, "max_num_seqs": seqs.values[0]}
+    drafts = next(axis for axis in SPACE.axes if axis.name == DRAFTS)
+    lookups = [axis for axis in SPACE.axes if axis.needs == DRAFTS]
+    assert lookups, "which exist only with drafts, and take their first values"
+    moved = SPACE.moved(BASELINE, drafts, 3)[SPECULATION]
+    assert moved["num_speculative_tokens"] == 3
+    assert [moved[axis.name.partition(".")[2]] for axis in lookups] == [axis.values[0] for axis in lookups]
+
+
 def test_a_start_is_moved_to_the_nearest_rung_by_ratio():
     snapped = space().snap({"max_num_batched_tokens": 100, "max_num_seqs": 30})
     assert (snapped["max_num_batched_tokens"], snapped["max_num_seqs"]) == (96, 32)

@@ -84,7 +84,6 @@ def _knobs(
     for axis in space.axes:
         ran = {space.params(r.config).get(axis.name) for r in served}
         tried_at_all = {space.params(r.config).get(axis.name) for r in launched}
-        whole = {other.name: other.param(other.values[0]) for other in space.axes} | space.params(middle)
         words: dict[str, list[str]] = {"tried": [], "untried": [], "failed": [], "forbidden": []}
         for value in axis.values:
             param, word = axis.param(value), render_value(value)
@@ -94,7 +93,7 @@ def _knobs(
                 words["failed"].append(word)
             else:
                 words["untried"].append(word)
-                if crashes.forbids(space.config({**whole, axis.name: param})):
+                if crashes.forbids(space.moved(middle, axis, value)):
                     words["forbidden"].append(word)
         found.append(Knob(axis.name, **{name: tuple(items) for name, items in words.items()}))
     return found

@@ -62,8 +62,7 @@ def one_knob_curves(
 
 def along(axis: Axis, best: Mapping[str, Any], space: Space) -> list[dict[str, Any]]:
     """The best config with every value of ``axis``; what exists only beside it takes its first value."""
-    whole = {other.name: other.param(other.values[0]) for other in space.axes} | space.params(best)
-    return [space.config({**whole, axis.name: axis.param(value)}) for value in axis.values]
+    return [space.moved(best, axis, value) for value in axis.values]
 
 
 def _curve(

@@ -104,6 +104,11 @@ class Space:
         """The config of the sampler's parameters; one that depends on another must be there if it applies."""
         return self.suggest(FixedTrial(dict(params)))
 
+    def moved(self, config: Config, axis: Axis, value: Value) -> dict[str, Any]:
+        """``config`` with another value of one axis; what exists only beside that takes its first value."""
+        whole = {other.name: other.param(other.values[0]) for other in self.axes}
+        return self.config({**whole, **self.params(config), axis.name: axis.param(value)})
+
     def refusals(self, config: Config) -> list[str]:
         """Why ``config`` must not be launched; empty when it may."""
         flat = flatten(config)
