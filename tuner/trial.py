@@ -59,13 +59,14 @@ class ClientKilled(SetupFailed):
 
 @dataclass(frozen=True)
 class Criteria:
-    """What a measurement is held against. Rung 0's bounds are relative to the baseline's rung 0."""
+    """What a measurement is held against; a bound relative to the baseline as what the baseline has."""
 
     slo: Slo
     bounds: tuple[Bound, ...]
     short_bounds: tuple[Bound, ...] = ()
+    """Of the short rung, which ends a trial that misses one for certain."""
     incumbent: Measurement | None = None
-    """The best config's short rung; None: every trial is measured in full."""
+    """The best config's short rung; None: no trial is out of its reach."""
     incumbent_whole: Measurement | None = None
     """All of the best config's measurement."""
 
