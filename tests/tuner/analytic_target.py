@@ -11,6 +11,7 @@ from loadgen.record import ClientStats, Failure, Records, RequestRecord
 from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
 from loadgen.workload import PlannedRequest, Schedule
 from tuner.runs.result import Measurement, Reading
+from tuner.runs.scrape import ENOUGH
 
 DEFAULTS = {"max_num_batched_tokens": 2048, "max_num_seqs": 128, "long_prefill_token_threshold": 0}
 CLOSED_GAP = 0.5
@@ -94,7 +95,7 @@ class AnalyticServer(OpenTarget):
             seed=schedule.seed,
             steady=False,
             verdict="ok",
-            scrapes=((0, self.scrape()), (1000, self.scrape())),
+            scrapes=tuple((1000 * second, self.scrape()) for second in range(ENOUGH)),
         )
 
     def _served(self, request: PlannedRequest, begin: float, factor: float) -> RequestRecord:
