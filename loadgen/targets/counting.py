@@ -6,10 +6,10 @@ import hashlib
 import platform
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from loadgen.counters import Counters, CountersError
+from loadgen.processor import processor
 from loadgen.workload import Schedule
 
 if TYPE_CHECKING:
@@ -78,21 +78,11 @@ def count(model: str, flags: Mapping[str, Any], schedule: Schedule, steps_per_se
             "capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
             "machine": platform.machine(),
-            "cpu": _cpu(),
+            "cpu": processor(),  # the kernels choose their instructions by it
             "kernels": runner.kernels,
         },
         output_sha256=digest.hexdigest(),
     )
-
-
-def _cpu() -> str:
-    """The CPU's name, as the kernels choose their instructions by it; "" where the system does not say."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return ""
-    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
-    return next(names, "")
 
 
 def _prompt(token_ids: tuple[int, ...] | None) -> list[int]:

@@ -8,10 +8,11 @@ import shutil
 import socket
 import subprocess
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
+
+from loadgen.processor import processor
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROBE_SECONDS = 20
@@ -62,7 +63,8 @@ def _hardware() -> str:
     if gpus:
         names = [gpus.get(device, device) for device in visible_devices()]
         return ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)) or "no GPU visible"
-    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
+    name = processor() or platform.processor() or platform.machine()
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
 def _gpus() -> list[str]:
@@ -76,13 +78,3 @@ def _gpus() -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line for line in answer.stdout.splitlines() if line.strip()]
-
-
-def _processor() -> str:
-    """The processor's name; Linux says it in /proc."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())
