@@ -53,7 +53,7 @@ def optimize(
     scale: Annotated[
         float | None,
         typer.Option(
-            help="Factor on prompt lengths. [so that the longest fits the context and prefills in 4 s]"
+            help="Factor on prompt lengths. [so that the longest fits the context and prefills in 2 s]"
         ),
     ] = None,
     rate: Annotated[
