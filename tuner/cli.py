@@ -90,7 +90,7 @@ def optimize(
         ),
     ] = None,
     pairs: Annotated[
-        int | None, typer.Option(min=2, help="Pairs of runs of the confirmation. [3 to 8, by budget]")
+        int | None, typer.Option(min=2, help="Pairs of runs of the confirmation. [3 to 16, by budget]")
     ] = None,
     fix: Annotated[
         list[str] | None,
