@@ -57,6 +57,9 @@ class Change:
         return f"{format_value(self.metric, self.a)} -> {format_value(self.metric, self.b)} ({self.percent})"
 
 
+_LOADED = "the fresh loads leave a backlog with both configs: offer less, to see them keep up"
+
+
 @dataclass(frozen=True)
 class Confirmation:
     """What fresh runs say. ``problems`` empty: the candidate is better, and holds every bound."""
@@ -110,7 +113,7 @@ def assess(
         [Run(getattr(pair, side), seconds[pair.seed]) for pair in comparison.pairs] for side in ("a", "b")
     )
     judged = judge_runs(a, b, slo, trial, baseline_feasible)
-    return replace(judged, together=comparison.together, notes=comparison.notes)
+    return replace(judged, together=comparison.together, notes=(*comparison.notes, *judged.notes))
 
 
 def judge_runs(
@@ -133,7 +136,8 @@ def judge(
     the samples gave one; else the pools without each pair do.
     """
     changes = {name: _change(name, a, b, intervals.get(name)) for name in compared_metrics(slo)}
-    problems = [_missed(bound, b) for bound in slo.bounds]
+    left = _left_by_the_load(slo, a, b) if baseline_feasible else None
+    problems = [_missed(bound, b) for bound in slo.bounds if bound is not left]
     problems += [
         _worse(bound, changes[bound.metric]) for bound in slo.relative if changes[bound.metric].applies
     ]
@@ -145,7 +149,7 @@ def judge(
         problems=tuple(problem for problem in problems if problem),
         pairs=max(1, len(a.without)),
         together=True,
-        notes=(),
+        notes=(_LOADED,) if left else (),
         baseline=a.whole,
         candidate=b.whole,
     )
@@ -219,6 +223,16 @@ def _jackknife(whole: float, left_out: Sequence[float], confidence: float = 0.95
     error = math.sqrt(sum((value - mean) ** 2 for value in pseudo) / (n - 1) / n)
     margin = float(stdtrit(n - 1, (1 + confidence) / 2)) * error
     return whole - margin, whole + margin
+
+
+def _left_by_the_load(slo: Slo, a: Pooled, b: Pooled) -> Bound | None:
+    """The bound on the backlog, where these loads, unlike the trials', leave the baseline as much of one:
+    then arrivals are to blame, and not the candidate."""
+    bound = next((bound for bound in slo.bounds if bound.metric == "backlog" and not bound.cls), None)
+    if bound is None:
+        return None
+    own, theirs = (pooled.whole.value(bound.metric) for pooled in (a, b))
+    return bound if bound.violation(own) > 0 and theirs <= own else None
 
 
 def _missed(bound: Bound, b: Pooled) -> str:

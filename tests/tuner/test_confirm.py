@@ -8,8 +8,9 @@ from loadgen.compare import compare
 from loadgen.record import Records
 from loadgen.slo import Bound
 from loadgen.workload import Length, RequestClass, Workload, preset
-from tuner.confirm import GUARD, Change, assess, holds
+from tuner.confirm import GUARD, Change, Pooled, assess, holds, judge
 from tuner.runs.load import Load, span
+from tuner.runs.result import Reading
 from tuner.slo import PRESETS, parse_slo
 
 LOAD = Load(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)
@@ -71,6 +72,33 @@ def test_failed_requests_are_a_problem():
     assert any(
         problem.startswith("failed is 60") or "failed is" in problem for problem in confirmation.problems
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "feasible", "missed"),
+    [
+        (8.5, 8.5, True, False),
+        (8.5, 6.0, True, False),
+        (8.5, 9.0, True, True),
+        (0.0, 3.0, True, True),
+        (8.5, 8.5, False, True),
+    ],
+    ids=["as much", "less", "more", "its own", "the baseline had one in its trial"],
+)
+def test_a_backlog_that_the_loads_leave_the_baseline_too_is_not_the_candidates(
+    before, after, feasible, missed
+):
+    known = confirm(PRESETS["itl"])
+
+    def pooled(measured, backlog):
+        readings = {**measured.readings, "backlog": Reading(backlog, 60)}
+        return Pooled(replace(measured, readings=readings), ())
+
+    gain = {"itl_p99": (-1.4, -1.2), "ttft_p95": (-0.1, 0.1)}
+    sides = pooled(known.baseline, before), pooled(known.candidate, after)
+    judged = judge(*sides, PRESETS["itl"], 7, feasible, {**gain, "throughput": (0.0, 0.0)})
+    assert any(problem.startswith("backlog is") for problem in judged.problems) == missed
+    assert any("backlog with both" in note for note in judged.notes) == (not missed)
 
 
 def test_where_the_baseline_misses_the_slo_holding_it_is_enough():
