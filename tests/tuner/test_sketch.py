@@ -179,6 +179,25 @@ def test_a_sketch_without_memory_plan_or_lone_request(
     assert drawn.memory is None
 
 
+def test_of_what_never_came_nothing_is_reproduced(
+    survey: Survey, baseline: TrialResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few of the baseline's requests failed: their latency is infinite, and so is the tail."""
+    monkeypatch.setattr("tuner.search.sketch.ROUNDS", 1)
+    assert baseline.measurement is not None
+    readings = {**baseline.measurement.readings, "ttft_p95": Reading(math.inf, 40)}
+    broken = replace(baseline, measurement=replace(baseline.measurement, readings=readings))
+    drawn = draw(replace(survey, lone_itl=math.inf), broken, LOAD.rungs(), SLO)
+    assert {"ttft_p95", "itl alone"}.isdisjoint(drawn.errors)
+    assert all(map(math.isfinite, drawn.errors.values()))
+
+
+def test_a_pool_that_nobody_fills_is_laid_out_no_larger(sketch: Sketch) -> None:
+    endless = replace(sketch, kv_tokens=10**12)
+    with endless.target.open({"gpu_memory_utilization": 0.5}) as server:
+        assert server.simulation.config.num_gpu_blocks_override == 1 + 10_000_000 // 16
+
+
 def test_a_models_config_says_what_is_in_proportion(
     truth: SimulatedTarget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +251,9 @@ def test_a_study_whose_baseline_failed_has_no_prior_and_says_why(
         ({}, {"status": "failed", "measurement": None}, "baseline could not be measured"),
         ({}, {"measurement": Measurement({"ttft_p95": Reading(0.1)}, 20.0)}, "no ITL"),
         ({"prefill_speed": math.nan}, {}, "lone prefill"),
+        ({"prefill_speed": math.inf}, {}, "lone prefill"),
+        ({"max_model_len": 64}, {}, "cannot be simulated: --max-model-len 4096"),
+        ({"memory": None}, {"kv_tokens": 16}, "cannot be simulated: --num-gpu-blocks-override 2"),
     ],
 )
 def test_what_is_missing_is_said(

@@ -80,6 +80,8 @@ MOVE, ROUNDS = 0.1, 8
 FAITHFUL = 0.15
 """How close (in logarithm) a sketch must come to the SLO's figures for a confirmation to be rehearsed on it:
 it knows nothing of what makes runs differ, so that its intervals are too narrow for more."""
+ENDLESS = 10_000_000
+"""Tokens of a KV pool that no load of a study fills: a larger one changes nothing, but takes long to make."""
 FAR = 3.0
 """Errors (in logarithm) beyond are all alike."""
 SPEED, ALONE = "prefill speed alone", "itl alone"
@@ -141,9 +143,8 @@ class Sketch:
 
     def _pool(self, config: Config) -> int:
         """Tokens."""
-        if self.memory is None:
-            return self.kv_tokens
-        return max(0, self.kv_tokens + self.memory.tokens_more(config, self.baseline))
+        more = 0 if self.memory is None else self.memory.tokens_more(config, self.baseline)
+        return min(max(0, self.kv_tokens + more), ENDLESS)
 
 
 def draw(
@@ -162,7 +163,7 @@ def draw(
         raise NoSketch("the baseline could not be measured")
     if not measured.value("itl_p50") > 0:
         raise NoSketch("the baseline has no ITL")
-    if not survey.prefill_speed > 0:
+    if not 0 < survey.prefill_speed < math.inf:
         raise NoSketch("no lone prefill could be timed")
     fit = _Fit(survey, baseline, measured, schedules, slo, shape)
     try:
@@ -211,7 +212,7 @@ class _Fit:
     def begin(self) -> dict[str, float]:
         """The free coefficients, where they begin."""
         step, context = self.survey.lone_itl, float(LONE_PROMPT)
-        if not step > 0:
+        if not 0 < step < math.inf:
             step, context = self.measured.value("itl_p50"), self._usual_context
         ratio = self._context_to_weights
         weights = (1 - LAUNCH) * step / (1 + ratio * context)
@@ -237,8 +238,12 @@ class _Fit:
         return [errors[name] / width for name, width in self._widths.items()]
 
     def errors(self, sketch: Sketch) -> dict[str, float]:
-        """Of the figures, simulated over measured, in logarithm. Raises TargetFailed."""
-        with sketch.target.open({}) as server:
+        """Of the figures, simulated over measured, in logarithm. Raises TargetFailed and NoSketch."""
+        try:
+            target = sketch.target
+        except ValueError as error:
+            raise NoSketch(f"the baseline's own config cannot be simulated: {error}") from None
+        with target.open({}) as server:
             alone = time_alone(server, self.survey.max_model_len, 0, lambda to, load: to.run(load))
             runs = [Run(server.run(schedule), span(schedule)) for schedule in self.schedules]
         values = {name: found.value for name, found in measure(runs, self.slo).readings.items()}
@@ -253,10 +258,10 @@ class _Fit:
     @cached_property
     def _widths(self) -> dict[str, float]:
         """The figures that are held against each other, and by how much each may be off."""
-        found = {name: EXACT for name in (SPEED, ALONE) if self._wanted[name] > 0}
+        found = {name: EXACT for name in (SPEED, ALONE) if 0 < self._wanted[name] < math.inf}
         for name, reading in self.measured.readings.items():
             metric = name.partition("{")[0]
-            if reading.value > 0 and family_of(metric) in HELD:
+            if 0 < reading.value < math.inf and family_of(metric) in HELD:  # failed requests take for ever
                 exact = metric.endswith("_p50") or metric in RATES
                 found[name] = math.hypot(EXACT if exact else ROUGH, _spread(reading))
         return found
