@@ -1,5 +1,7 @@
 """Which configs a search need not try, for the trials saw nobody reach what they change."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -53,6 +55,13 @@ def test_one_trial_that_needed_the_pool_or_does_not_say_opens_memory_again(seen)
 @pytest.mark.parametrize("peak", [OWN["max_num_seqs"] * 4 // 5, None])
 def test_one_trial_that_took_most_places_opens_them_again(peak):
     assert names(told(), told(1, peak_running=peak)) == MEMORY
+
+
+def test_a_trial_that_was_too_short_to_see_a_peak_opens_nothing():
+    short = replace(told(1, peak_kv_usage=None, peak_running=None), status="stopped")
+    assert names(told(), short) == {*MEMORY, "more places"}
+    assert names(told(), replace(short, preemptions=1)) == {"more places"}
+    assert names(told(), replace(short, peak_running=OWN["max_num_seqs"])) == MEMORY
 
 
 def test_nothing_is_said_before_anything_was_measured():

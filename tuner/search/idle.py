@@ -37,9 +37,15 @@ def idle(space: Space, launched: Sequence[TrialResult], codes: Codes) -> NDArray
 
 def _has_room(result: TrialResult) -> bool:
     """Nobody was preempted, and no prefix was found that a smaller pool might have dropped."""
-    used = result.peak_kv_usage
-    return used is not None and used <= ROOMY and result.preemptions == 0 and result.prefix_hits == 0
+    return (
+        _within(result, result.peak_kv_usage, ROOMY) and result.preemptions == 0 and result.prefix_hits == 0
+    )
 
 
 def _has_places(result: TrialResult, most: float) -> bool:
-    return result.peak_running is not None and result.peak_running <= most
+    return _within(result, result.peak_running, most)
+
+
+def _within(result: TrialResult, peak: float | None, most: float) -> bool:
+    """A trial that was stopped early is too short to know a peak: whole ones say, the baseline's first."""
+    return result.status == "stopped" if peak is None else peak <= most
