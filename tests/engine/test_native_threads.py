@@ -65,8 +65,7 @@ def test_tokens_that_threads_store_side_by_side_are_all_there(dtype: str) -> Non
     assert (done.returncode, done.stdout, done.stderr) == (0, "2 0\n", "")
 
 
-@pytest.mark.parametrize("file", ["test_kernels.py", "test_native_layers.py"])
-def test_every_operation_on_two_threads(file: str) -> None:
-    options = ["-q", "-p", "no:cacheprovider"]
-    done = with_two_threads("-m", "pytest", *options, str(HERE / file))
+def test_every_operation_on_two_threads() -> None:
+    files = [str(HERE / name) for name in ("test_kernels.py", "test_native_layers.py")]
+    done = with_two_threads("-m", "pytest", "-q", "-p", "no:cacheprovider", *files)
     assert done.returncode == 0, done.stdout

@@ -130,6 +130,8 @@ def test_every_flag_reaches_the_config(started: list[tuple[Any, ...]]) -> None:
         (["--speculative-config", '{"method": "medusa"}'], "method must be one of"),
         (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization 2.0: must lie in (0, 1]"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
+        (["--max_num_seqs=512", "--max_num_batched_tokens=256"], "must be at least max_num_seqs (512)"),
+        (["--dtype", "maybe"], "'maybe' is not one of"),
         (
             ["--max-num-batched-tokens", "3g"],
             "--max-num-batched-tokens 3000000000: is larger than any machine",

@@ -151,21 +151,12 @@ def test_of_two_servers_started_at_once_on_a_port_one_is_refused(model: Path, tm
 
 
 def test_wrong_flags_and_models(model: Path, tmp_path: Path) -> None:
-    assert "'maybe' is not one of" in refused(str(model), "--dtype", "maybe")
-    assert "did you mean --max-num-seqs?" in refused(str(model), "--max-num-sequences", "4")
-    assert "is a flag of vLLM that this engine does not have" in refused(
-        str(model), "--tensor-parallel-size", "2"
-    )
-    assert "must be at least max_num_seqs (512)" in refused(
-        str(model), "--max_num_seqs=512", "--max_num_batched_tokens=256"
-    )
+    """Those that are wrong whatever the model are in test_serve_command.py."""
     missing = refused(str(tmp_path / "nothing"), "--port", "0")
     assert "no such file or directory" in missing
     # Known only when the model is: the child says it, the parent passes it on.
     too_long = refused(str(model), "--load-format", "dummy", "--port", "0", "--max-model-len", "4096")
     assert "--max-model-len 4096" in too_long
-    small = refused(str(model), "--load-format", "dummy", "--port", "0", "--num-gpu-blocks-override", "5")
-    assert "--num-gpu-blocks-override 5" in small
 
 
 def test_api_key_priority_and_speculation(model: Path, tmp_path: Path) -> None:
