@@ -17,6 +17,8 @@ from doctor.exposition import Recording
 
 PROMETHEUS = shutil.which("prometheus")
 PROMTOOL = shutil.which("promtool")
+_PATIENCE_SECONDS = 120.0
+"""Of a machine that is busy with other things."""
 
 
 def free_port() -> int:
@@ -60,7 +62,7 @@ def prometheus(
         yield url
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=_PATIENCE_SECONDS)
 
 
 def load_recording(recording: Recording, directory: Path, labels: Mapping[str, str]) -> None:
@@ -101,8 +103,9 @@ def load_recordings(recordings: Iterable[tuple[Recording, Mapping[str, str]]], d
 
 def await_first_scrape(url: str, target: str) -> None:
     """Return when ``target`` has been scraped: a new Prometheus takes seconds to look at its targets."""
-    for _ in range(300):
-        with urllib.request.urlopen(f"{url}/api/v1/query?query=up", timeout=5) as answer:
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < deadline:
+        with urllib.request.urlopen(f"{url}/api/v1/query?query=up", timeout=_PATIENCE_SECONDS) as answer:
             results = json.load(answer)["data"]["result"]
         if any(found["metric"]["instance"] == target and found["value"][1] == "1" for found in results):
             return
@@ -113,7 +116,8 @@ def await_first_scrape(url: str, target: str) -> None:
 def _await_ready(url: str, guarded: bool, process: subprocess.Popen[bytes], log: Path) -> None:
     """``guarded``: it wants TLS or a password, so that it takes connections must do."""
     port = int(url.rsplit(":", 1)[1])
-    for _ in range(300):
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while time.monotonic() < deadline:
         if process.poll() is not None:
             raise AssertionError(f"prometheus ended with {process.returncode}: {log.read_text()[-2000:]}")
         try:

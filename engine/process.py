@@ -320,7 +320,7 @@ class EngineProcess:
     def exit_reason(self) -> str:
         """How the child ended, for people."""
         try:
-            code = self._child.wait(1)  # the channel has just closed: it is about to end, or has
+            code = self._child.wait(STOP_SECONDS)  # the channel has just closed: it is about to end, or has
         except subprocess.TimeoutExpired:
             return "closed its channel"
         if code < 0:
