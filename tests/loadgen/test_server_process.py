@@ -23,7 +23,7 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 STUBBORN += "time.sleep(600)"
 
 
-def wait_for(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
+def wait_for(condition: Callable[[], object], what: str, seconds: float = 240.0) -> None:
     """Poll; a failure to happen is a failure of the test, however slow the machine."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +15,15 @@ from tuner.command import Options, new_job, run
 from tuner.target import TargetError, make_target
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> str:
-    path = tmp_path / "model" / "config.json"
-    path.parent.mkdir()
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "config.json"
     path.write_text(json.dumps(CONFIG))
     return str(path)
 
 
-def study(model: str, out: Path, **more: Any) -> dict[str, Any]:
+def study(model: str, out: Path, **more: Any) -> tuple[dict[str, Any], str]:
+    """Its report, and what it printed."""
     options = Options(
         target="simulated:h100",
         model=model,
@@ -35,15 +37,20 @@ def study(model: str, out: Path, **more: Any) -> dict[str, Any]:
         vary=("max_num_batched_tokens=512,1024",),
         **more,
     )
-    assert run(options) == 0
-    report: dict[str, Any] = json.loads((out / "report.json").read_text())
-    return report
+    with redirect_stdout(io.StringIO()) as printed:
+        assert run(options) == 0
+    return json.loads((out / "report.json").read_text()), printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def studied(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    return study(model, tmp_path_factory.mktemp("studies") / "a")
 
 
 def test_a_study_finds_the_smaller_budget_and_says_that_it_is_an_estimate(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, studied: tuple[dict[str, Any], str]
 ) -> None:
-    report = study(model, tmp_path / "out")
+    report, printed = studied
     assert report["verdict"] == "better"
     before, after = report["changes"]["max_num_batched_tokens"]
     assert (before, after < before) == (8192, True)
@@ -51,7 +58,6 @@ def test_a_study_finds_the_smaller_budget_and_says_that_it_is_an_estimate(
     assert "roofline of H100 SXM" in report["estimate"]
     assert any(caveat.startswith("ESTIMATE") for caveat in report["caveats"])
     assert report["confirmation"]["pairs"] == 2
-    printed = capsys.readouterr().out
     assert printed.startswith("ESTIMATE: ")
     assert "launch with: vllm serve" in printed
     assert "--max-num-seqs 1024" in report["rollback"]["target"], "the device's default is named"
@@ -61,8 +67,10 @@ def test_a_study_finds_the_smaller_budget_and_says_that_it_is_an_estimate(
         )
 
 
-def test_a_study_is_the_same_each_time_and_its_seconds_are_simulated(model: str, tmp_path: Path) -> None:
-    first, second = (study(model, tmp_path / name) for name in ("a", "b"))
+def test_a_study_is_the_same_each_time_and_its_seconds_are_simulated(
+    model: str, studied: tuple[dict[str, Any], str], tmp_path: Path
+) -> None:
+    first, second = studied[0], study(model, tmp_path / "b")[0]
     for key in ("trials", "seconds", "sentence", "confirmation"):
         assert first[key] == second[key], key
     assert first["seconds"] > 2 * 2 * 5.0, "two pairs of runs of five seconds alone take as long"
