@@ -100,7 +100,7 @@ def test_a_whole_study_with_a_region_that_runs_out_of_memory(run, tmp_path):
 
 
 def test_kill_9_loses_one_trial_and_one_process_goes_on(start, run, tmp_path):
-    process = start(trials=2)
+    process = start(*NO_PRIOR, trials=2)
     wait_for(process.err, "load 1 of 2", times=3)
     process.send_signal(signal.SIGSTOP)  # or it is done by the time that a busy machine has started another
     second = run("resume")
@@ -224,7 +224,7 @@ def test_a_clock_that_jumps(tmp_path):
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / "sitecustomize.py").write_text(jumping)
     ran = subprocess.run(
-        [sys.executable, "-c", "from vtune_cli import main; main()", *words(trials=1, **SHORT)],
+        [sys.executable, "-c", "from vtune_cli import main; main()", *words(*NO_PRIOR, trials=1, **SHORT)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path / "path")},
         capture_output=True,

@@ -16,7 +16,7 @@ from postgres import postgres, reason_to_skip
 from vtune_process import FAKE, Vtune, assert_no_server_is_left, wait_for
 
 pytestmark = pytest.mark.timeout(600)
-TRIALS = 3
+TRIALS = 2
 WRAPPER = """
 import os, sys
 with open("devices", "a") as file:
