@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_strategy import drive, make
+from test_strategy import drive, make, result
 
 from tuner.search.gp import Points, fit
 from tuner.search.model import ModelStrategy
@@ -19,15 +19,15 @@ def distance(study, config, suggestion):
 
 
 def test_two_proposals_in_a_row_are_not_neighbours_of_the_same_favourite():
-    alone, apart = [], []
-    for trials in (5, 6, 8):
-        study = make(ModelStrategy(1))
-        drive(study, trials)
-        running = study.propose().config
-        history = study.history
+    alone, apart, study = [], [], make(ModelStrategy(1))
+    for more in (5, 0, 1):  # after 5, 6 and 8 trials
+        drive(study, more)
+        proposal = study.propose()
+        running, history = proposal.config, study.history
         assert history.running == (running,)
         alone.append(distance(study, running, study.strategy.propose(replace(history, running=()))))
         apart.append(distance(study, running, study.strategy.propose(history)))
+        study.tell(proposal, result(proposal))
     assert min(alone) < 0.3, "who knows nothing of the other worker proposes the next rung"
     assert min(apart) > 0.5
 
