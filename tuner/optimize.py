@@ -412,7 +412,7 @@ class Optimizer:
                 raise
             self.observer.note(f"trial {proposal.number} is lost, and tried again: {error}")
             return
-        except (KeyboardInterrupt, SetupFailed) as error:
+        except (KeyboardInterrupt, SetupFailed, OSError) as error:  # such as a disk that is full
             self.study.interrupt(proposal, type(error).__name__)
             raise
         self._tell(proposal, result)

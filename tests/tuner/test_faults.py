@@ -27,7 +27,7 @@ from rich.console import Console
 import tuner.report.report as report_module
 import tuner.verdict as verdict_module
 from loadgen.clock import UnixClock
-from loadgen.record import write_atomically
+from loadgen.record import Records, write_atomically
 from loadgen.target import CLIENT_KILLED, RunFailed, StartFailed
 from loadgen.targets.scraper import Scraper
 from loadgen.targets.server import ServerTarget
@@ -208,6 +208,21 @@ def test_a_report_that_cannot_be_written_costs_the_report_only(make, monkeypatch
     assert {Path(file).name for file in written.files} == {"report.html", "report.md", "report.json"}
     assert written.lines == verdict.lines
     assert_whole(again)
+
+
+def test_a_disk_that_is_full_time_and_again_says_nothing_of_the_config(make, monkeypatch):
+    saved = itertools.count()
+    save = Records.save
+    monkeypatch.setattr(Records, "save", lambda *a: no_space(a[1], ()) if next(saved) >= 4 else save(*a))
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"):
+            make(AnalyticTarget()).run()
+    monkeypatch.undo()
+    optimizer = make(AnalyticTarget())
+    optimizer.run()
+    assert_whole(optimizer)
+    assert [r.status for r in optimizer.study.results].count("interrupted") == 3
+    assert "failed" not in {r.status for r in optimizer.study.results}
 
 
 def test_a_file_that_runs_out_of_space_leaves_the_old_one_whole(tmp_path):
