@@ -127,6 +127,16 @@ def test_a_bound_that_a_repeats_baseline_could_not_set_counts_where_it_was_set()
     assert joint.violations["ttft_p95"] == -0.1
 
 
+@pytest.mark.parametrize("draws", [(0,), (0, 1)], ids=["measured", "and repeated"])
+def test_an_interrupted_trial_does_not_stand_for_what_its_config_measured(draws):
+    """Ctrl-C, the study is resumed, and the config turns out to be close."""
+    own = [told(k, 2048, 0.3, draw=k) for k in range(2)]
+    interrupted = TrialResult(2, told(2, 512, 0.2).config, "test", "interrupted", "KeyboardInterrupt")
+    again = [told(3 + draw, 512, 0.2, draw=draw) for draw in draws]
+    config = joined([*own, interrupted, *again])[1]
+    assert (config.number, config.status, config.value(SLO.objective)) == (3, "measured", pytest.approx(0.2))
+
+
 def test_what_failed_or_was_stopped_is_not_joined_with_a_measurement():
     stopped = told(2, 512, 0.9, draw=1, status="stopped")
     assert joined((told(0, 2048, 0.3), told(1, 512, 0.2), stopped))[1].value(SLO.objective) == 0.2

@@ -49,12 +49,12 @@ def joined(results: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
 
 
 def _together(group: list[TrialResult], own: Mapping[int, Measurement]) -> TrialResult:
-    first = group[0]
     whole = [r for r in group if r.status == "measured" and r.measurement and (not r.draw or r.draw in own)]
     if len(whole) < 2:
-        return first
+        return next((r for r in group if r.launched), group[0])
+    first = whole[0]
     measurements = [_as_shared(r, own) for r in whole]
-    assert first.measurement is not None, "what was not measured is not repeated"
+    assert first.measurement is not None, "only measurements are joined"
     readings = {
         name: _pooled(name, [m.reading(name) for m in measurements]) for name in first.measurement.readings
     }
