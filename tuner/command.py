@@ -23,7 +23,7 @@ from loadgen.targets.simulated import PREFIX, gpu_defaults
 from loadgen.workload import PRESETS as WORKLOADS
 from loadgen.workload import WorkloadError
 from loadgen.workload_file import is_file, read_workload
-from tuner.display import make_observer
+from tuner.display import Terminal, make_observer
 from tuner.interrupts import Interrupts
 from tuner.job import DEFAULT_BUDGET, DEFAULT_RUN_SECONDS, DEFAULT_SIMULATED_BUDGET, Job, JobError
 from tuner.optimize import Optimizer
@@ -121,13 +121,13 @@ class Options:
 def run(options: Options) -> int:
     """Run or resume a study; returns the exit code. Everything but the verdict goes to stderr."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    console = Console(stderr=True)
+    console = Terminal()
     try:
         return _run(options, console)
     except _EXPECTED as error:
         console.print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
         return 2
-    except BrokenPipeError:  # of standard output: nobody reads it any more
+    except BrokenPipeError:  # of a standard stream: nobody reads it any more
         raise
     except (OSError, optuna.exceptions.StorageInternalError) as error:
         cause = f"{error} (caused by {error.__cause__})" if error.__cause__ else error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections import deque
 from typing import Self
@@ -20,6 +22,18 @@ from tuner.runs.result import TrialResult
 
 LAST_OUTCOMES = 6
 STYLES = {"measured": "green", "stopped": "yellow", "failed": "red", "refused": "dim", "duplicate": "dim"}
+
+
+class Terminal(Console):
+    """Standard error. Rich ends the process with status 1 once nobody reads it any more, which would say that
+    no config holds the SLO.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(stderr=True)
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class PlainObserver(Observer):

@@ -75,12 +75,13 @@ def test_a_reader_that_leaves_early(command: str) -> None:
     assert result.stderr == ""
 
 
-def test_a_reader_that_leaves_early_is_no_answer() -> None:
+@pytest.mark.parametrize("command", ["playbook list >", "optimize --slo nonsense 2>"])
+def test_a_reader_that_leaves_early_is_no_answer(command: str) -> None:
     """Exit status 1 is one: the status is that of a program that SIGPIPE ends."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        result = run(f"vtune playbook list >&{writer}; echo $?", writer)
+        result = run(f"vtune {command}&{writer}; echo $?", writer)
     finally:
         os.close(writer)
     assert (result.stdout.strip(), result.stderr) == ("141", "")
