@@ -1,8 +1,11 @@
 """Settings every test shares; they must be in place before torch is imported."""
 
+import gc
 import os
 import signal
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -18,3 +21,38 @@ settings.register_profile(
     "vtune", deadline=None, derandomize=True
 )  # the same examples each time, however long
 settings.load_profile("vtune")
+
+LONG = (
+    "tuner/test_shared_processes.py",
+    "engine/test_fidelity.py",
+    "tuner/test_processes.py",
+    "engine/test_invariants.py",
+    "engine/test_server_lifecycle.py",
+    "tuner/test_scale_out.py",
+    "doctor/test_bundled_engine.py",
+    "doctor/test_fault_injection.py",
+    "tuner/test_optimize.py",
+    "engine/test_structured_outputs.py",
+    "engine/test_native_threads.py",
+    "engine/test_kernel_manifest.py",
+    "tuner/test_keeps_budget.py",
+    "engine/test_triton_model.py",
+    "engine/test_steady.py",
+    "tuner/test_vllm_study.py",
+    "engine/test_gpu_benchmark.py",
+    "doctor/test_doctor_export.py",
+)
+"""Files that take longest, most of them of few tests. They are handed out first: at the end one of two
+workers would wait for the other."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = Path(__file__).parent
+    ranks = {tests / name: rank for rank, name in enumerate(LONG)}
+    items.sort(key=lambda item: ranks.get(item.path, len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the full collection before every load need not look at it each time."""
+    gc.collect()
+    gc.freeze()
