@@ -232,6 +232,21 @@ def test_what_was_not_tried_and_why(facts):
     assert found.configs == facts.space.size
 
 
+def test_what_nobody_was_ever_short_of_is_said_to_do_nothing(facts, tmp_path):
+    roomy = {"peak_kv_usage": 0.1, "preemptions": 0, "prefix_hits": 0, "peak_running": 7}
+    told = [dataclasses.replace(r, **roomy) for r in facts.results]
+    without = dataclasses.replace(facts, results=told, out=tmp_path)
+    knobs = {knob.name: knob for knob in without.coverage.knobs}
+    memory, places = knobs["gpu_memory_utilization"], knobs["max_num_seqs"]
+    assert memory.untried == memory.idle
+    assert {int(word) for word in places.idle} == {int(w) for w in places.untried if int(w) > 128}
+    assert not knobs["max_num_batched_tokens"].idle
+    pages = [path.read_text() for path in write_report(without)]
+    assert ["do nothing: what they change was never short" in page for page in pages] == [False, True, True]
+    full = [dataclasses.replace(r, peak_kv_usage=0.9, peak_running=128) for r in told]
+    assert not any(knob.idle for knob in dataclasses.replace(without, results=full).coverage.knobs)
+
+
 def test_what_lies_beyond_a_crash_is_said_to_be_forbidden(facts):
     failed = dataclasses.replace(
         facts.results[0], number=99, status="failed", reason="did not start: out_of_memory: no room",

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from tuner.runs.result import TrialResult
-from tuner.search.crashes import Crashes, cause_of
+from tuner.search.crashes import Crashes, cause_of, codes_of
+from tuner.search.idle import idle
 from tuner.space.space import Space, config_key, render_value
 
 
@@ -24,6 +27,8 @@ class Knob:
     forbidden: tuple[str, ...]
     """Of the untried, those that would fail beside the best config's others: less than what failed does not
     suffice."""
+    idle: tuple[str, ...] = ()
+    """Of the untried, those that change what no trial was ever short of."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ def _knobs(
     for axis in space.axes:
         ran = {space.params(r.config).get(axis.name) for r in served}
         tried_at_all = {space.params(r.config).get(axis.name) for r in launched}
-        words: dict[str, list[str]] = {"tried": [], "untried": [], "failed": [], "forbidden": []}
+        words: dict[str, list[str]] = {"tried": [], "untried": [], "failed": [], "forbidden": [], "idle": []}
         for value in axis.values:
             param, word = axis.param(value), render_value(value)
             if param in ran:
@@ -95,5 +100,8 @@ def _knobs(
                 words["untried"].append(word)
                 if crashes.forbids(space.moved(middle, axis, value)):
                     words["forbidden"].append(word)
+                alone = space.params(space.moved(space.baseline, axis, value))
+                if idle(space, launched, np.array([codes_of(space, alone)]))[0]:
+                    words["idle"].append(word)
         found.append(Knob(axis.name, **{name: tuple(items) for name, items in words.items()}))
     return found
