@@ -40,7 +40,7 @@ PROMPTS = [
     LONG * 4 + "Many years later",
 ]
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
 HALF = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
 """Two blocks more than the prompt."""
 
@@ -113,7 +113,7 @@ def test_after_a_prefix_hit(check, warm) -> None:
 
 
 def test_after_preemption(check) -> None:
-    llm = make_llm(num_gpu_blocks_override=70)
+    llm = make_llm(num_gpu_blocks_override=60)
     completions = llm.generate(PROMPTS, GREEDY)
     check(completions)
     assert sum(done.num_preemptions for done in completions) >= 5

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -366,6 +369,27 @@ def test_a_body_of_50_megabytes_is_refused_and_not_kept(server: Server) -> None:
     assert chunked.status_code == 413
     assert resident_bytes(server.process.pid) - before < 40_000_000
     assert complete(server, prompt="a", max_tokens=1)
+
+
+def test_http_answers_while_the_engine_does_not(server: Server) -> None:
+    """As in a step that takes for ever: health and metrics answer, and what was asked of the engine waits."""
+    done = threading.Event()
+
+    def ask() -> None:
+        HTTP.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
+        done.set()
+
+    request = threading.Thread(target=ask)
+    os.kill(server.engine_pid, signal.SIGSTOP)
+    try:
+        request.start()
+        for _ in range(5):
+            assert HTTP.get(f"{server.url}/health").status_code == 200
+            assert "vllm:num_requests_running" in HTTP.get(f"{server.url}/metrics").text
+        assert not done.is_set()
+    finally:
+        os.kill(server.engine_pid, signal.SIGCONT)
+    request.join()
 
 
 # ---------------------------------------------------------------- hang-ups

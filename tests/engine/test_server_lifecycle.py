@@ -98,27 +98,6 @@ def test_the_engine_leaves_when_its_server_is_killed(server: Server) -> None:
         wait_until(lambda: not process_alive(engine), "the engine is gone")
 
 
-def test_http_answers_while_the_engine_does_not(server: Server) -> None:
-    """As in a step that takes for ever: health and metrics answer, and what was asked of the engine waits."""
-    done = threading.Event()
-
-    def ask() -> None:
-        HTTP.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 1})
-        done.set()
-
-    request = threading.Thread(target=ask)
-    os.kill(server.engine_pid, signal.SIGSTOP)
-    try:
-        request.start()
-        for _ in range(5):
-            assert HTTP.get(f"{server.url}/health").status_code == 200
-            assert "vllm:num_requests_running" in HTTP.get(f"{server.url}/metrics").text
-        assert not done.is_set()
-    finally:
-        os.kill(server.engine_pid, signal.SIGCONT)
-    request.join()
-
-
 def test_a_port_in_use_is_refused_before_the_model_is_loaded(model: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
