@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,7 +93,8 @@ class Study:
     @property
     def results(self) -> list[TrialResult]:
         """Every finished trial's result, by number; repeats as they are judged now."""
-        return [self.judged(result) for result in self._finished]
+        finished = self._finished
+        return [self._judged(result, finished) for result in finished]
 
     @property
     def _finished(self) -> list[TrialResult]:
@@ -116,15 +117,23 @@ class Study:
 
     def judged(self, result: TrialResult) -> TrialResult:
         """A repeat held against the baseline's of the same draw, which may come later; others as they are."""
+        return self._judged(result, self._finished)
+
+    def _judged(self, result: TrialResult, finished: Sequence[TrialResult]) -> TrialResult:
         if not result.draw or result.status != "measured" or not self.space.changes(result.config):
             return result
-        own = self._baseline_again(result.draw)
+        own = self._baseline_again(result.draw, finished)
         return judged(result, own if own and own.status == "measured" else None, self.relative)
 
-    def _baseline_again(self, draw: int) -> TrialResult | None:
+    def _baseline_again(self, draw: int, finished: Sequence[TrialResult]) -> TrialResult | None:
         """What came of the baseline under another draw of the load."""
-        told = (r for r in self._finished if r.draw == draw and r.launched)
+        told = (r for r in finished if r.draw == draw and r.launched)
         return next((r for r in told if not self.space.changes(r.config)), None)
+
+    def _baseline_failed(self, draw: int) -> str:
+        """Why it did not serve under another draw; "" where it did, and while nobody knows."""
+        again = self._baseline_again(draw, self._finished) if draw else None
+        return again.reason if again and again.status == "failed" else ""
 
     @property
     def repeating(self) -> bool:
@@ -299,8 +308,8 @@ class Study:
             reason = "the tuner's process, or that of its load, died twice while this config was tried"
             seconds = {"start": 0.0, "total": 0.0}
             self._give_up(proposal, "failed", reason, violations={SERVES: 1.0}, seconds=seconds)
-        elif draw and not own and (again := self._baseline_again(draw)) and again.status == "failed":
-            self._give_up(proposal, "interrupted", f"the baseline failed on these requests: {again.reason}")
+        elif not own and (why := self._baseline_failed(draw)):
+            self._give_up(proposal, "interrupted", f"the baseline failed on these requests: {why}")
         elif not own and (refusals := self.space.refusals(config)):
             broken = {RULE: float(len(refusals))}
             self._give_up(proposal, "refused", "; ".join(refusals), violations=broken)
