@@ -210,6 +210,20 @@ def test_a_repeat_is_no_duplicate_and_the_same_one_is_queued_once():
     assert [config_key(r.config) for r in study.strategy.rank(study.history)].count(config_key(config)) <= 1
 
 
+def test_what_a_knob_does_is_not_read_off_a_repeat():
+    both = {"max_num_batched_tokens": None, "gpu_memory_utilization": None}
+    study = make_study(TpeStrategy(1), fix=["all"], vary=both)
+    drive(study, 14)
+    before = study.importances()
+    study.enqueue(study.results[1].config, "repeat 1", draw=1)
+    proposal = study.propose()
+    found = result(proposal)
+    slow = replace(found.short, readings={**found.short.readings, "itl_p99": Reading(99.0, 100)})
+    study.tell(proposal, replace(found, draw=1, short=slow))
+    assert before
+    assert study.importances() == before
+
+
 def test_a_repeat_that_was_interrupted_is_tried_again_under_its_own_draw():
     study = make_study(ModelStrategy(1))
     drive(study, 3)

@@ -272,7 +272,8 @@ class Study:
         shared = {axis.name for axis in self.space.axes if axis.needs is None}
         for trial in self._study.get_trials(deepcopy=False):
             result = trial.user_attrs.get("result")
-            short = TrialResult.from_json(result).short if result else None
+            # Repeats differ from the others by their requests as well.
+            short = TrialResult.from_json(result).short if result and not result.get("draw") else None
             value = short.value(self.objective.metric, self.objective.cls) if short else math.nan
             if math.isfinite(value) and shared <= trial.params.keys():
                 distributions = {name: trial.distributions[name] for name in shared}
