@@ -5,7 +5,7 @@ An expectation begins with one of these; what follows is for people:
     falls | rises         the interval excludes "no change", and the change counts (5 %, tails 15 %)
     -50% | -50% to -75%   the same, and the least of these is within the interval
     +10%                  no rise beyond it is proven
-    0 | towards 0         none is left, or the interval excludes a fall by less than half
+    0 | towards 0         none is left of some, or the interval excludes a fall by less than half
     0.7 to 0.9            where it ends, on average
     unchanged             the interval lies within 10 %
     may …                 a price that is named, not a promise: never judged
@@ -125,8 +125,8 @@ def judge(expected: Expectation, figure: str, seen: Change) -> Outcome:
         return (
             "open" if math.isnan(seen.b) else "met" if expected.low <= seen.b <= expected.high else "missed"
         )
-    if expected.kind == "none" and seen.b == 0:
-        return "met"
+    if expected.kind == "none" and seen.b == 0:  # where side A had none either, nothing is shown
+        return "met" if seen.a > 0 else "open"
     if math.isnan(seen.ratio):
         return _without_ratio(expected, seen)
     floor = floor_of(figure)

@@ -378,7 +378,8 @@ class Optimizer:
         if self._trials_left() < 1:
             if len(launched) == 1 and self.plan is not None and self.job.budget is not None:
                 return self.plan.shortage
-            return f"{len(launched) - 1} trials were afforded"
+            count = len(launched) - 1
+            return "1 trial was afforded" if count == 1 else f"{count} trials were afforded"
         return ""
 
     def _launched(self) -> list[TrialResult]:

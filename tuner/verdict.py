@@ -62,6 +62,11 @@ class Verdict:
             write_atomically(place / file.name, [file.read_text(encoding="utf-8")])
         return replace(self, files=tuple(str(place / file.name) for file in lying))
 
+    @property
+    def reported(self) -> bool:
+        """Whether its report still lies where it was written."""
+        return bool(self.files) and all(Path(file).is_file() for file in self.files)
+
     def save(self, record: optuna.Study) -> None:
         record.set_user_attr(ATTRIBUTE, asdict(self))
 
@@ -75,14 +80,16 @@ class Verdict:
 
 
 def come_to_verdict(name: str, optimizer: Optimizer, target: Target) -> Verdict:
-    """Search, confirm and report; of a study's workers one confirms, and all return what that one found.
+    """Search, confirm and report; of a study's workers one confirms, and all return what that one found. So
+    does a study that is called again and searches no further: the same runs would be taken for fresh ones.
 
     Raises SetupFailed, KeyboardInterrupt.
     """
     ended, record = optimizer.search(), optimizer.record
 
     def known() -> Verdict | None:
-        return Verdict.of(record, optimizer.launched()) if optimizer.crew.shared else None
+        found = Verdict.of(record, optimizer.launched())
+        return found if found is not None and (optimizer.crew.shared or found.reported) else None
 
     with optimizer.crew.sole("verdict", lambda: known() is not None) as mine:
         if mine:

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 _WATCH_SECONDS = 0.2
 _EXIT_SECONDS = 5.0
 """How long a server that stopped answering may take to be gone."""
-_HTTP_TIMEOUT = 2.0
+_HEALTH_TIMEOUT, _TOLD_TIMEOUT = 2.0, 10.0
+"""Of a question about health, which is asked again, and of one about the model, which a server that has just
+started may be slow to answer."""
 _VERSION_PATHS = ("/version", "/get_server_info")
 """vLLM's and ours, then SGLang's."""
 
@@ -105,9 +107,9 @@ class OpenServer(OpenTarget):
     def _health(self) -> tuple[str, bool]:
         """(the problem or "", whether the server answered at all)."""
         try:
-            answer = self._http.get("/health", _HTTP_TIMEOUT)
+            answer = self._http.get("/health", _HEALTH_TIMEOUT)
             if answer.status == 404:
-                answer = self._http.get("/v1/models", _HTTP_TIMEOUT)
+                answer = self._http.get("/v1/models", _HEALTH_TIMEOUT)
         except NoAnswer as error:
             return str(error), False
         if answer.status == 200:
@@ -147,13 +149,13 @@ class OpenServer(OpenTarget):
         return self._process is not None and self._process.poll() is not None
 
     def _identify(self) -> None:
-        content = self._http.get("/v1/models", _HTTP_TIMEOUT).json()
+        content = self._http.get("/v1/models", _TOLD_TIMEOUT).json()
         models = content.get("data") if isinstance(content, dict) else None
         if models and isinstance(models[0], dict):
             self.model = self.model or str(models[0].get("id", ""))
             self.max_model_len = models[0].get("max_model_len")
         for path in _VERSION_PATHS:
-            told = self._http.get(path, _HTTP_TIMEOUT).json()
+            told = self._http.get(path, _TOLD_TIMEOUT).json()
             if isinstance(told, dict) and isinstance(told.get("version"), str):
                 self.version = told["version"]
                 return

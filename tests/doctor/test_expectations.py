@@ -67,6 +67,7 @@ def test_what_side_a_never_had_cannot_fall() -> None:
     none = change([0.0, 0.0], [0.0, 0.0])
     assert judge(parse_expectation("falls"), "preemptions", none) == "missed"
     assert judge(parse_expectation("unchanged"), "preemptions", none) == "met"
+    assert judge(parse_expectation("towards 0"), "preemptions", none) == "open", "there was none to lose"
     assert judge(parse_expectation("rises"), "preemptions", change([0.0, 0.0], [3.0, 4.0])) == "met"
 
 

@@ -12,6 +12,7 @@ import pytest
 from llama_8b import CONFIG
 
 from tuner.command import Options, new_job, run
+from tuner.optimize import Optimizer
 from tuner.target import TargetError, make_target
 
 
@@ -43,8 +44,13 @@ def study(model: str, out: Path, **more: Any) -> tuple[dict[str, Any], str]:
 
 
 @pytest.fixture(scope="module")
-def studied(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    return study(model, tmp_path_factory.mktemp("studies") / "a")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("studies") / "a"
+
+
+@pytest.fixture(scope="module")
+def studied(model: str, place: Path) -> tuple[dict[str, Any], str]:
+    return study(model, place)
 
 
 def test_a_study_finds_the_smaller_budget_and_says_that_it_is_an_estimate(
@@ -74,6 +80,26 @@ def test_a_study_is_the_same_each_time_and_its_seconds_are_simulated(
     for key in ("trials", "seconds", "sentence", "confirmation"):
         assert first[key] == second[key], key
     assert first["seconds"] > 2 * 2 * 5.0, "two pairs of runs of five seconds alone take as long"
+
+
+def test_a_study_that_is_over_confirms_nothing_anew_while_its_report_is_there(
+    studied: tuple[dict[str, Any], str], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report, printed = studied
+    concluded: list[str] = []
+    conclude = Optimizer.conclude
+    monkeypatch.setattr(
+        Optimizer, "conclude", lambda self, ended: concluded.append(ended) or conclude(self, ended)
+    )
+    again = Options(study=report["study"], out=place)
+    with redirect_stdout(io.StringIO()) as said:
+        assert run(again) == 0
+    assert (said.getvalue(), concluded) == (printed, [])
+    (place / "report.html").unlink()
+    with redirect_stdout(io.StringIO()):
+        assert run(again) == 0
+    assert len(concluded) == 1
+    assert (place / "report.html").is_file()
 
 
 def test_speculation_is_searched_only_when_asked_for() -> None:

@@ -49,8 +49,8 @@ class Crew:
 
     @contextmanager
     def sole(self, role: str, done: Callable[[], bool]) -> Iterator[bool]:
-        """True for the one worker that does what must be done once; False once ``done``, by another."""
-        yield True
+        """True for the one worker that does what must be done once; False where it is ``done`` already."""
+        yield not done()
 
     def begins(self, proposal: Proposal) -> None:
         """This worker is going to measure ``proposal``; called in its turn."""
