@@ -22,6 +22,7 @@ from tuner.optimize import Optimizer
 from tuner.runs.load import SHORT_SHARE, Traffic
 from tuner.runs.result import SERVES, TrialResult
 from tuner.runs.rungs import reason_to_stop
+from tuner.runs.scrape import ServerFigures
 from tuner.runs.survey import Survey
 from tuner.search.model import ModelStrategy
 from tuner.search.prior import Prediction, Prior
@@ -87,14 +88,21 @@ class TableBench(Bench):
         if not reason:
             world.load(entry, 1 - SHORT_SHARE)
         measured, bounds = (short, criteria.short_bounds) if reason else (whole, criteria.bounds)
+        server = {"peak_running": running(world.problem, entry, flags), **known(entry.server)}
+        if reason:  # a short rung has too few scrapes for a peak
+            server |= {"peak_running": None, "peak_kv_usage": None}
         return result(
             "stopped" if reason else "measured",
             reason,
             violations={SERVES: 0.0, **measured.violations(bounds)},
             measurement=measured,
             short=short,
-            peak_running=running(world.problem, entry, flags),
+            **server,
         )
+
+
+def known(server: ServerFigures) -> dict[str, Any]:
+    return {name: value for name, value in vars(server).items() if value is not None}
 
 
 class TablePrior(Prior):

@@ -31,8 +31,10 @@ from loadgen.workload import DEFAULT_VOCAB_SIZE, preset
 from tuner.runs.load import Load, span
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading
+from tuner.runs.scrape import ServerFigures, read_figures
 
 CACHE = Path.home() / ".cache" / "vtune" / "tuner-tables"
+UNTOLD = ServerFigures()
 REQUESTS = 160
 """Of the run behind an entry of a table, in an open loop."""
 NEARLY = 0.9
@@ -59,6 +61,8 @@ class Entry:
 
     figures: Mapping[str, float]
     crash: str = ""
+    server: ServerFigures = UNTOLD
+    """What the server's own metrics would have told; nothing where that was not kept."""
 
     @property
     def measurement(self) -> Measurement:
@@ -143,6 +147,7 @@ class _Done:
     blocks: int
     peaks: _Peaks
     figures: Mapping[str, float]
+    server: ServerFigures
 
     def stands_for(self, tokens: int, seqs: int, blocks: int) -> bool:
         peaks = self.peaks
@@ -195,11 +200,14 @@ class Builder:
         done = next((d for d in known if d.stands_for(tokens, seqs, plan.num_blocks)), None)
         if done is None:
             peaks = _Peaks()
-            done = _Done(tokens, seqs, plan.num_blocks, peaks, self._run(changed, given, peaks))
+            done = _Done(tokens, seqs, plan.num_blocks, peaks, *self._run(changed, given, peaks))
             known.append(done)
-        return Entry(done.figures)
+        usage = done.peaks.used / plan.num_blocks
+        return Entry(done.figures, server=replace(done.server, peak_kv_usage=float(f"{usage:.3g}")))
 
-    def _run(self, simulation: Simulation, flags: Mapping[str, Any], peaks: _Peaks) -> dict[str, float]:
+    def _run(
+        self, simulation: Simulation, flags: Mapping[str, Any], peaks: _Peaks
+    ) -> tuple[dict[str, float], ServerFigures]:
         self.runs += 1
         name = self._target.name
         with SimulatedTarget(name, name, simulate=lambda config: simulation).open(flags) as server:
@@ -208,7 +216,8 @@ class Builder:
             assert server.max_model_len is not None
             schedule = self.load(server.max_model_len).confirmation(self._seed)
             run = Run(server.run(schedule), span(schedule))
-        return {name: reading.value for name, reading in measure([run], self._slo).readings.items()}
+        told = replace(read_figures(run.records.scrapes), kv_tokens=None, peak_running=peaks.seqs)
+        return {name: reading.value for name, reading in measure([run], self._slo).readings.items()}, told
 
     def load(self, context: int) -> Load:
         problem = self.problem
@@ -301,14 +310,18 @@ def to_json(made: Table) -> str:
     rows = []
     for key, entry in made.entries.items():
         text = json.dumps({name: float(f"{value:.5g}") for name, value in entry.figures.items()})
-        rows.append([*key, figures.setdefault(text, len(figures)), entry.crash])
+        server = [entry.server.peak_running, entry.server.preemptions, entry.server.peak_kv_usage]
+        server.append(entry.server.prefix_hits)
+        rows.append([*key, figures.setdefault(text, len(figures)), entry.crash, *server])
     return json.dumps({"figures": [json.loads(text) for text in figures], "rows": rows})
 
 
 def read_table(problem: Problem, text: str) -> Table:
     data = json.loads(text)
     rows = {
-        (row[0], row[1], row[2], row[3], row[4]): Entry(data["figures"][row[5]], row[6])
+        (row[0], row[1], row[2], row[3], row[4]): Entry(
+            data["figures"][row[5]], row[6], ServerFigures(None, *row[7:])
+        )
         for row in data["rows"]
     }
     return Table(problem, rows)

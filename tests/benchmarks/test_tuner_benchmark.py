@@ -11,7 +11,7 @@ import pytest
 from benchmarks.tuner import OURS, Contest, Row, scored, search_rival
 from benchmarks.tuner_bed import Bed, Ledger, Mark, World
 from benchmarks.tuner_noise import Noise
-from benchmarks.tuner_ours import search_ours
+from benchmarks.tuner_ours import Bookkeeper, search_ours
 from benchmarks.tuner_problems import CPU, MEMORY, SEQS, THRESHOLD, TOKENS, Problem
 from benchmarks.tuner_rivals import RIVALS
 from benchmarks.tuner_tables import (
@@ -23,6 +23,8 @@ from benchmarks.tuner_tables import (
     scaled,
     to_json,
 )
+from tuner.runs.result import TrialResult
+from tuner.runs.scrape import ServerFigures
 
 PROBLEM = Problem(
     "made up", "simulated:h100", "8B", "chat", "itl_p99<60ms,ttft_p95<1s",
@@ -110,6 +112,25 @@ def test_limits_that_no_run_reaches_need_no_run_of_their_own() -> None:
     assert made.runs < len(found.entries) / 2
     ample, alike = ({**problem.baseline, TOKENS: tokens} for tokens in (8192, 4096))
     assert found.entries[problem.key(ample)].figures == found.entries[problem.key(alike)].figures
+    told = found.entries[problem.key(ample)].server
+    assert (told.preemptions, told.prefix_hits) == (0, 0)
+    assert 0 < told.peak_running < 64
+    assert 0 < told.peak_kv_usage < 1
+    assert all(
+        read_table(problem, to_json(found)).entries[k].server == e.server for k, e in found.entries.items()
+    )
+
+
+def test_a_trial_tells_what_a_real_server_would(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody was short of memory or places, none of either is searched."""
+    seen: list[TrialResult] = []
+    monkeypatch.setattr(Bookkeeper, "trial_ends", lambda keeper, result, outcome: seen.append(result))
+    roomy = ServerFigures(peak_running=4, preemptions=0, peak_kv_usage=0.1, prefix_hits=0)
+    quiet = replace(table, entries={key: replace(e, server=roomy) for key, e in table.entries.items()})
+    search_ours(World(quiet, noise(0.02), seed=0), 0, None)
+    whole = [result for result in seen if result.status == "measured"]
+    assert {result.peak_kv_usage for result in whole} == {0.1}
+    assert {result.config[MEMORY] for result in seen} == {PROBLEM.baseline[MEMORY]}
 
 
 def test_a_prior_is_off_by_as_much_as_it_says() -> None:
