@@ -136,7 +136,11 @@ def optimize(
         ),
     ] = None,
     study: Annotated[
-        str | None, typer.Option(help="The study's name; an existing one is resumed. [made from the time]")
+        str | None,
+        typer.Option(
+            help="The study's name. Given alone, or with the --out or --storage it was begun with, it goes "
+            "on. [made from the time]"
+        ),
     ] = None,
     storage: Annotated[
         str | None,

@@ -50,6 +50,7 @@ from tuner.workers.storage import (
     StorageError,
     create_study,
     has_job,
+    has_study,
     mask,
     open_storage,
     open_study,
@@ -117,6 +118,13 @@ class Options:
     start_timeout: float = 600.0
     as_json: bool = False
 
+    @property
+    def resumes_only(self) -> bool:
+        """Whether a study is named, and nothing is said of what it should be."""
+        where = ("study", "storage", "workers", "out", "start_timeout", "as_json")
+        given = [f.name for f in fields(self) if f.name not in where and getattr(self, f.name) is not None]
+        return self.study is not None and not given
+
 
 def run(options: Options) -> int:
     """Run or resume a study; returns the exit code. Everything but the verdict goes to stderr."""
@@ -141,6 +149,12 @@ def _run(options: Options, console: Console) -> int:
     name = options.study or time.strftime("optimize-%Y%m%d-%H%M%S")
     if not name.isprintable():  # nor are halves of surrogates, which stand for bytes that are no UTF-8
         raise UsageError(f"--study {name!a}: not a printable name. Choose another.")
+    if (
+        options.resumes_only
+        and options.storage is None
+        and not _database(options.out or RUNS / name).is_file()
+    ):
+        raise _no_such_study(name, options)
     job = new_job(options)  # before anything is created, so that a typing error leaves nothing behind
     if not job.simulated and not job.running:
         check_offered(job, make_target(job, RUNS, options.start_timeout), _noter(console))
@@ -188,7 +202,7 @@ def _run_workers(options: Options, count: int, name: str, job: Job, console: Con
             "no GPU is visible: the workers' servers share this machine and disturb each other's measurements"
         )
     with locked(options.out or RUNS / name) as out:
-        url = options.storage or f"sqlite:///{(out / 'study.db').resolve()}"
+        url = options.storage or f"sqlite:///{_database(out).resolve()}"
         with _storage(url, out) as storage:
             record, job, _ = _study(storage, name, job, options)
             try:
@@ -215,14 +229,32 @@ def _run_workers(options: Options, count: int, name: str, job: Job, console: Con
 def _study(
     storage: optuna.storages.BaseStorage, name: str, job: Job, options: Options
 ) -> tuple[optuna.Study, Job, bool]:
-    """The study with its job; True where it was there already. Of two workers that create it, one does."""
+    """The study with its job; True where it was there already. Of two workers that create it, one does.
+
+    Raises UsageError where there is none and nothing but its name was given, which is how one is resumed.
+    """
     objective = parse_slo(job.slo).objective
+    if options.resumes_only and not has_study(storage, name):
+        raise _no_such_study(name, options)
     made = create_study(storage, name, objective)
     record = made or open_study(storage, name, objective)
     if made is None and has_job(record):
         job = resumed_job(record, options)
     record.set_user_attr("job", job.to_json())
     return record, job, made is None
+
+
+def _no_such_study(name: str, options: Options) -> UsageError:
+    place = mask(options.storage) if options.storage else options.out or RUNS / name
+    return UsageError(
+        f"--study {name}: there is no such study in {place}. Give the --out or --storage that it was begun "
+        "with; or, to begin one of this name, what to optimize, e.g. --slo itl."
+    )
+
+
+def _database(out: Path) -> Path:
+    """Of a study that has no --storage."""
+    return out / "study.db"
 
 
 def new_job(options: Options) -> Job:
@@ -430,7 +462,7 @@ def _value(text: str) -> Any:
 @contextlib.contextmanager
 def _storage(url: str | None, out: Path) -> Iterator[optuna.storages.RDBStorage]:
     """The one that is given, for many workers; else one of this process in ``out``."""
-    storage = open_storage(url, Heartbeat()) if url else open_storage(f"sqlite:///{out / 'study.db'}")
+    storage = open_storage(url, Heartbeat()) if url else open_storage(f"sqlite:///{_database(out)}")
     try:
         yield storage
     finally:

@@ -78,6 +78,23 @@ def test_a_typing_error_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("where", "place"),
+    [
+        ([], "vtune-runs/lost."),
+        (["--out", "elsewhere"], "elsewhere."),
+        (["--storage", "sqlite:///shared.db"], "sqlite:///shared.db."),
+        (["--workers", "2"], "vtune-runs/lost."),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_study_that_is_not_found_is_not_begun_as_another(tmp_path, where, place):
+    result = invoke("--study", "lost", *where)
+    assert result.exit_code == 2
+    assert f"no such study in {place}" in result.stderr
+    assert {entry.name for entry in tmp_path.iterdir()} <= {"shared.db"}
+
+
 def test_a_program_that_is_not_there(tmp_path):
     result = invoke("--target", "no-such-server {flags}", "--rate", "1", "--out", "out")
     assert result.exit_code == 2

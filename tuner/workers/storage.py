@@ -317,6 +317,10 @@ def _advice(error: Exception, url: URL) -> str:
     return _FORMS
 
 
+def has_study(storage: optuna.storages.BaseStorage, name: str) -> bool:
+    return name in optuna.get_all_study_names(storage)
+
+
 def create_study(
     storage: optuna.storages.BaseStorage, name: str, objective: Objective
 ) -> optuna.Study | None:
