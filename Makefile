@@ -27,7 +27,7 @@ $(READY): pyproject.toml constraints.txt
 
 setup: $(READY)  ## Create .venv and install everything
 
-model: setup  ## Fetch the bundled model (93 MB, once) into the cache
+model: setup  ## Fetch the bundled model (93 MB, once) and compile the kernels, into the cache
 	$(BIN)/python -m engine.bundled
 
 demo: model  ## The main job: find flags for a flat inter-token latency, prove them, write a report

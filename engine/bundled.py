@@ -175,3 +175,19 @@ def _is_complete(target: Path) -> bool:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def main() -> None:
+    """``python -m engine.bundled``: everything that the engine's first start would wait for."""
+    from engine.kernels.native_library import NativeUnavailable, load_library
+
+    try:
+        print(fetch_bundled(lambda message: print(message, file=sys.stderr)))
+    except FetchError as error:
+        raise SystemExit(f"error: {error}") from None
+    with contextlib.suppress(NativeUnavailable):  # then torch does the same work
+        load_library()
+
+
+if __name__ == "__main__":
+    main()

