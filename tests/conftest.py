@@ -56,3 +56,8 @@ def pytest_collection_finish() -> None:
     """What is imported by now stays: the full collection before every load need not look at it each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Or extensions complain at the end that what they made is never freed."""
+    gc.unfreeze()
