@@ -137,15 +137,19 @@ class Facts:
     @cached_property
     def curves(self) -> list[KnobCurve]:
         """Through the recommended config, the axes that mattered most first."""
-        best = self.outcome.best.config if self.outcome.best else self.space.baseline
-        told = joined(r for r in self.results if r.status != "duplicate")
-        found = one_knob_curves(told, best, self.space, self.slo.compared, self.predictions)
-        order = [effect.axis for effect in effects(found)]
-        return sorted(found, key=lambda curve: order.index(curve.axis) if curve.axis in order else len(order))
+        places = {effect.axis: place for place, effect in enumerate(self.effects)}
+        return sorted(self._curves, key=lambda curve: places.get(curve.axis, len(places)))
 
     @cached_property
     def effects(self) -> list[Effect]:
-        return effects(self.curves)
+        return effects(self._curves)
+
+    @cached_property
+    def _curves(self) -> list[KnobCurve]:
+        """In the space's order."""
+        best = self.outcome.best.config if self.outcome.best else self.space.baseline
+        told = joined(r for r in self.results if r.status != "duplicate")
+        return one_knob_curves(told, best, self.space, self.slo.compared, self.predictions)
 
     @property
     def importances(self) -> dict[str, float]:

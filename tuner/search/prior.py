@@ -69,15 +69,13 @@ class SimulatedPrior(Prior):
     def runs(self, config: Config, schedules: Iterable[Schedule]) -> list[Run]:
         """Under other loads than the trials'; none where no server comes up."""
         try:
-            with self._target.open(self._flags(config)) as server:
-                return [Run(server.run(schedule), span(schedule)) for schedule in schedules]
+            return self._simulated(config, schedules)
         except TargetFailed:
             return []
 
     def predict(self, config: Config) -> Prediction:
         try:
-            with self._target.open(self._flags(config)) as server:
-                runs = [Run(server.run(schedule), span(schedule)) for schedule in self._schedules]
+            runs = self._simulated(config, self._schedules)
         except TargetFailed as failure:
             return Prediction(config, failure=f"{failure.reason}: {failure.detail}")
         readings, objective = measure(runs, self._slo).readings, self._slo.objective
@@ -85,6 +83,11 @@ class SimulatedPrior(Prior):
         sign = 1 if objective.direction == "minimize" else -1
         values[objective.name] = readings[objective.name].worse_end(sign)  # as trials are judged by it
         return Prediction(config, values)
+
+    def _simulated(self, config: Config, schedules: Iterable[Schedule]) -> list[Run]:
+        """Raises TargetFailed."""
+        with self._target.open(self._flags(config)) as server:
+            return [Run(server.run(schedule), span(schedule)) for schedule in schedules]
 
 
 AUTO, NONE, SKETCH = "auto", "none", "sketch"
