@@ -31,7 +31,7 @@ from doctor.diagnose import Diagnosis, diagnose
 from doctor.experiment import BUNDLED, Side
 from doctor.experiment_load import schedule
 from doctor.experiment_target import Stage, opened
-from doctor.exposition import record
+from servers.metrics.exposition import record
 from doctor.finding import Finding
 from doctor.sources import PrometheusSource, Scrapes
 from loadgen.record import Records

@@ -23,7 +23,7 @@ from benchmarks.doctor_loads import each
 from benchmarks.prometheus import load_recordings, prometheus
 from benchmarks.virtual_server import VirtualServer
 from doctor.diagnose import Diagnosis, diagnose
-from doctor.exposition import Recording, record
+from servers.metrics.exposition import Recording, record
 from doctor.live import Ask
 from doctor.sources import PrometheusSource
 

@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.doctor_loads import CASES, HEALTHY, recorded
 from benchmarks.peer_rules import PEERS, Figures, Peer
 from doctor.diagnose import Diagnosis, diagnose
-from doctor.exposition import read_series_text, record, split_scrapes
+from servers.metrics.exposition import read_series_text, record, split_scrapes
 from doctor.sources import Scrapes
-from loadgen.flags import parse_command
+from servers.flags.command import parse_command
 
 TRUTH: Mapping[str, str] = {
     "healthy-steady": HEALTHY,

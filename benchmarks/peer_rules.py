@@ -15,9 +15,9 @@ from statistics import median
 
 import numpy as np
 
-from doctor.catalog import METRICS
-from doctor.exposition import Recording
-from doctor.reading import Number
+from servers.metrics.catalog import METRICS
+from servers.metrics.exposition import Recording
+from servers.reading import Number
 from doctor.signals import Node, OverTime, Quantile
 from doctor.slo import DEFAULTS
 from doctor.sources import observe_recording

@@ -28,7 +28,7 @@ import psutil
 
 from benchmarks.own_server import OwnServer, own_server
 from benchmarks.soak_verdict import MIN_RESTS, Rest, judge
-from loadgen.flags import parse_command
+from servers.flags.command import parse_command
 
 FLAGS = {
     "max_model_len": 2048,

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.tuner_noise import Draw, Noise, Offsets
 from benchmarks.tuner_tables import Entry, Table
-from loadgen.slo import Bound
+from servers.slo.bounds import Bound
 from tuner.confirm import Pooled
 from tuner.runs.load import SHORT_SHARE
 from tuner.runs.result import Measurement, Reading

@@ -26,14 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.record import write_atomically
-from loadgen.slo import COUNTS
+from servers.slo.bounds import COUNTS
 from loadgen.target import OpenTarget
 from loadgen.targets.server import ServerTarget
 from loadgen.workload import DEFAULT_VOCAB_SIZE, preset
 from tuner.runs.load import Load, span
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading, without_nan
-from tuner.slo import Slo, parse_slo
+from servers.slo.objective import Slo, parse_slo
 
 BASELINES = Path(__file__).parent / "baselines"
 REPEATS, TABLE = BASELINES / "tuner_noise.json", BASELINES / "tuner_real.json"

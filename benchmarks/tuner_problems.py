@@ -15,7 +15,7 @@ from engine.config import GIB
 from engine.devices import DEVICES
 from loadgen.targets.simulated import PREFIX, gpu_defaults
 from tuner.job import Job
-from tuner.slo import Slo, parse_slo
+from servers.slo.objective import Slo, parse_slo
 
 TOKENS, SEQS, MEMORY = "max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization"
 THRESHOLD, DRAFTS = "long_prefill_token_threshold", "num_speculative_tokens"

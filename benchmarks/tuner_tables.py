@@ -25,7 +25,7 @@ from engine.step import StepOutput, StepPlan
 from engine.step_times import StepTimes
 from engine.virtual import SimulatedServer, Simulation
 from loadgen.record import write_atomically
-from loadgen.slo import COUNTS, Bound
+from servers.slo.bounds import COUNTS, Bound
 from loadgen.targets.simulated import SimulatedTarget
 from loadgen.workload import DEFAULT_VOCAB_SIZE, preset
 from tuner.runs.load import Load, span

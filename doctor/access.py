@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from doctor.input_file import read_input
+from servers.input_file import read_input
 
 TOKEN, PASSWORD = "VTUNE_TOKEN", "VTUNE_PASSWORD"
 """Environment variables that hold what should not be on a command line."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from doctor.catalog import ELSEWHERE, METRICS, OPTIONAL
+from servers.metrics.catalog import ELSEWHERE, METRICS, OPTIONAL
 from doctor.compile import RuleCompiler
 from doctor.playbook import Playbook, Remedy
 from doctor.promql import duration

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from doctor.evaluators import Evaluator, Group, Numbers
-from doctor.input_file import read_input
+from servers.input_file import read_input
 from doctor.promql import PromQL
-from doctor.reading import Missing, Number, Reading
+from servers.reading import Missing, Number, Reading
 from doctor.signals import Node, Signal
 from doctor.sources import Observation, Source, SourceError
 

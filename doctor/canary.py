@@ -12,12 +12,12 @@ from typing import Any
 
 from doctor.expectation import parse_expectation
 from doctor.figures import is_invalid, notes_of, rows_of, verdict_of
-from doctor.input_file import read_input
+from servers.input_file import read_input
 from doctor.playbook import load_all
 from doctor.proof import Row, Verdict, finite, headline, table
 from doctor.slo import parse_slo
 from loadgen.compare import compare
-from loadgen.flags import ServerCommand, parse_command
+from servers.flags.command import ServerCommand, parse_command
 from loadgen.target import Target
 from loadgen.targets.either import EitherTarget
 from loadgen.targets.server import ServerTarget

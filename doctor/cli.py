@@ -129,12 +129,12 @@ def doctor(
     if context.invoked_subcommand is not None:
         return
     from doctor.diagnose import diagnose
-    from doctor.logfile import read_log
+    from servers.logs.vllm_log import read_log
     from doctor.period import period, seconds
     from doctor.playbook import PlaybookError
     from doctor.sources import SeriesFile, SourceError
-    from loadgen.flags import FlagError, parse_command
-    from loadgen.slo import SloError
+    from servers.flags.command import FlagError, parse_command
+    from servers.slo.bounds import SloError
 
     try:
         source = choose_source(metrics, prometheus, series, log, selector, period(since, until), bench, login)

@@ -11,11 +11,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from doctor.catalog import METRICS
-from doctor.expression import All, Clause, Comparison, Expression
-from doctor.flags import Flags
+from servers.metrics.catalog import METRICS
+from servers.expression import All, Clause, Comparison, Expression
+from servers.flags.known_flags import Flags
 from doctor.promql import GROUP_LABELS, PromQL
-from doctor.reading import Number
+from servers.reading import Number
 from doctor.signals import SIGNALS, Node, metrics_of
 
 Value = float | str

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from doctor.expression import Expression, Lookup
-from doctor.reading import Number
+from servers.expression import Expression, Lookup
+from servers.reading import Number
 
 Unit = Literal["delay", "tokens", "misplaced"]
 NEGLIGIBLE = 0.05

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from doctor.finding import CannotTell, Diagnosis, Evidence, Finding
-from doctor.flags import Engine
+from servers.flags.known_flags import Engine
 from doctor.fleet import fleets
-from doctor.log_facts import LogFacts
+from servers.log_facts import LogFacts
 from doctor.patient import Patient, patients, with_baseline
 from doctor.playbook import SEVERITIES, Playbook, load_all
 from doctor.prescribe import prescriptions
-from doctor.reading import Number
+from servers.reading import Number
 from doctor.signals import SIGNALS
 from doctor.slo import Slo, parse_slo
 from doctor.sources import Source
@@ -38,7 +38,7 @@ def diagnose(
 ) -> Diagnosis:
     """Judge every playbook on every engine of ``source``.
 
-    ``flags``: the server's current flags as ``loadgen.flags.parse_command`` gives them (an empty mapping:
+    ``flags``: the server's current flags as ``servers.flags.command.parse_command`` gives them (an empty mapping:
     started with defaults; None: not known). ``slo``: as :func:`doctor.slo.parse_slo` reads it. ``assume``:
     values for :data:`doctor.playbook.ASSUMPTIONS`. ``window``: seconds, None for the source's default.
     ``baseline``: an earlier time to compare with, under ``baseline_flags``.

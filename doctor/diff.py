@@ -10,10 +10,10 @@ from typing import Any, Literal
 from doctor.diagnose import diagnose
 from doctor.evaluators import Group
 from doctor.finding import Diagnosis
-from doctor.flags import Flag
-from doctor.log_facts import LogFacts
+from servers.flags.known_flags import Flag
+from servers.log_facts import LogFacts
 from doctor.patient import Patient, patients
-from doctor.reading import Number
+from servers.reading import Number
 from doctor.report import quantity
 from doctor.signals import SIGNALS
 from doctor.slo import Slo

@@ -55,8 +55,8 @@ def diff_command(
     from doctor.playbook import PlaybookError
     from doctor.slo import parse_slo
     from doctor.sources import SourceError
-    from loadgen.flags import FlagError
-    from loadgen.slo import SloError
+    from servers.flags.command import FlagError
+    from servers.slo.bounds import SloError
 
     try:
         spans = (_window(window_a, "--window-a"), _window(window_b, "--window-b"))
@@ -103,9 +103,9 @@ def _side(
     log: Path | None,
 ) -> Side:
     from doctor.diff import Side
-    from doctor.logfile import read_log
+    from servers.logs.vllm_log import read_log
     from doctor.sources import PrometheusSource, SeriesFile, Source
-    from loadgen.flags import parse_command
+    from servers.flags.command import parse_command
 
     source: Source
     if prometheus is not None:

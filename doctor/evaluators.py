@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from doctor import catalog, rangefuncs
-from doctor.catalog import METRICS
-from doctor.exposition import Recording, Series
+from servers.metrics import catalog
+from servers.metrics import range_functions
+from servers.metrics.catalog import METRICS
+from servers.metrics.exposition import Recording, Series
 from doctor.promql import GROUP_LABELS, PromQL, bucket_bound
-from doctor.rangefuncs import Times, Values
-from doctor.reading import Missing, Number, Reading
+from servers.metrics.range_functions import Times, Values
+from servers.reading import Missing, Number, Reading
 from doctor.signals import (
     Above,
     AgainstPeers,
@@ -234,7 +235,7 @@ class ScrapeEvaluator(Evaluator):
                 hosts = [host_of(group.instance) for group in self._owners("running")]
                 return {g: Number.exactly(hosts.count(host_of(g.instance))) for g in self._owners("running")}
             case Quantile(q, key):
-                found = {g: rangefuncs.quantile(q, b) for g, b in self._buckets(key).items()}
+                found = {g: range_functions.quantile(q, b) for g, b in self._buckets(key).items()}
                 return {group: Number(*value) for group, value in found.items() if value is not None}
             case Above():
                 return self._above(node)
@@ -291,16 +292,16 @@ class ScrapeEvaluator(Evaluator):
         times, values, span = series.times, series.values, self._span
         match how:
             case "increase":
-                return rangefuncs.increase(times, values, span.start, span.end)
+                return range_functions.increase(times, values, span.start, span.end)
             case "rate":
-                grown = rangefuncs.increase(times, values, span.start, span.end)
+                grown = range_functions.increase(times, values, span.start, span.end)
                 return None if grown is None else grown / (span.end - span.start) * 1000
             case "delta":
-                return rangefuncs.delta(times, values, span.start, span.end)
+                return range_functions.delta(times, values, span.start, span.end)
             case "deriv":
-                return rangefuncs.deriv(times, values)
+                return range_functions.deriv(times, values)
             case "resets":
-                return rangefuncs.resets(values)
+                return range_functions.resets(values)
             case "last":
                 return float(values[-1])
             case "count":
@@ -332,7 +333,7 @@ class ScrapeEvaluator(Evaluator):
         }
 
     def _grid(self) -> Times:
-        return rangefuncs.grid(self._span.start, self._span.end, self._span.step)
+        return range_functions.grid(self._span.start, self._span.end, self._span.step)
 
     def _instant(self, key: str) -> dict[Group, Values]:
         """A gauge at every instant of the grid, NaN where it has no sample."""
@@ -340,7 +341,7 @@ class ScrapeEvaluator(Evaluator):
             at, combine = self._grid(), METRICS[key].combine
             seen: dict[Group, Values] = {}
             for series in self._columns(key, ""):
-                values = rangefuncs.instant(series.times, series.values, at)
+                values = range_functions.instant(series.times, series.values, at)
                 group = self._group(series)
                 if group not in seen:
                     seen[group] = values

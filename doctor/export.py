@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from doctor import catalog
-from doctor import flags as server_flags
+from servers.metrics import catalog
+from servers.flags import known_flags as server_flags
 from doctor.compile import RuleCompiler
-from doctor.log_facts import LogFacts
+from servers.log_facts import LogFacts
 from doctor.patient import patients
 from doctor.promql import PromQL
 from doctor.slo import parse_slo

@@ -84,11 +84,11 @@ def export_dashboard(wanted: Exported, login: LogIn) -> None:
 def _compiler(wanted: Exported, selector: str, login: LogIn) -> RuleCompiler:
     """``selector``: what the exported rules select; a Prometheus is looked at with the one asked for."""
     from doctor.export import compiler
-    from doctor.logfile import read_log
+    from servers.logs.vllm_log import read_log
     from doctor.period import seconds
     from doctor.sources import SourceError
-    from loadgen.flags import FlagError, parse_command
-    from loadgen.slo import SloError
+    from servers.flags.command import FlagError, parse_command
+    from servers.slo.bounds import SloError
 
     try:
         sources = (wanted.metrics, wanted.prometheus, wanted.series)

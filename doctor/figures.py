@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from doctor.expectation import Change, change, judge, parse_expectation
 from doctor.proof import Row, Verdict
-from doctor.reading import Number
+from servers.reading import Number
 from doctor.signals import SIGNALS
 from doctor.sources import Scrapes, SourceError
 from loadgen.compare import Comparison, Pair, split_metric

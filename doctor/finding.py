@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from doctor.cost import Toll
-from doctor.flags import Flag
+from servers.flags.known_flags import Flag
 from doctor.fleet import Fleet
 from doctor.playbook import SEVERITIES, Severity
-from doctor.reading import Missing
+from servers.reading import Missing
 from doctor.slo import Slo
 
 SCHEMA = "vtune.doctor/1"

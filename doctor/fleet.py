@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from doctor.evaluators import Evaluator, Group
 from doctor.patient import Patient
-from doctor.reading import Number
+from servers.reading import Number
 from doctor.signals import SIGNALS
 
 FIGURES = (

@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from doctor import catalog
+from servers.metrics import catalog
 from doctor.evaluators import Evaluator, Group, Numbers, group_of
 from doctor.promql import PromQL, duration
-from doctor.reading import Number, Reading
+from servers.reading import Number, Reading
 from doctor.signals import Node, Quantile, Signal, metrics_of
 
 Element = Mapping[str, Any]

@@ -61,7 +61,7 @@ def choose_source(
 ) -> Source:
     """The one source that the options name. Raises SourceError."""
     from doctor.benchmark import BenchmarkResult
-    from doctor.logfile import LogSource
+    from servers.logs.vllm_log import LogSource
     from doctor.sources import MetricsUrl, PrometheusSource, SeriesFile, SourceError
 
     given = [

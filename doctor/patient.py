@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from doctor import flags as server_flags
+from servers.flags import known_flags as server_flags
 from doctor.evaluators import Group
-from doctor.flags import Engine, Flags
-from doctor.log_facts import LogFacts
+from servers.flags.known_flags import Engine, Flags
+from servers.log_facts import LogFacts
 from doctor.playbook import ASSUMPTIONS, told_by
-from doctor.reading import Missing, Number, Reading
+from servers.reading import Missing, Number, Reading
 from doctor.signals import SIGNALS
 from doctor.slo import Slo
 from doctor.sources import Observation

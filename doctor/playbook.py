@@ -18,12 +18,12 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal, cast, get_args
 
-from doctor import expression
+from servers import expression
 from doctor.cost import Cost
 from doctor.expectation import parse_expectation
 from doctor.experiment import ExperimentError, Reproduction, read_reproduction
-from doctor.expression import All, AnyOf, Clause, Comparison, Expression, ExpressionError, Lookup
-from doctor.flags import FLAG_NAMES
+from servers.expression import All, AnyOf, Clause, Comparison, Expression, ExpressionError, Lookup
+from servers.flags.known_flags import FLAG_NAMES
 from doctor.signals import SIGNALS
 from doctor.slo import NAMES as SLO_NAMES
 

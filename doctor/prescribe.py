@@ -8,15 +8,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from doctor import rules, sglang_cures
-from doctor.expression import Comparison, Lookup
+from servers.flags import flag_rules
+from servers.flags import sglang_rules
+from servers.expression import Comparison, Lookup
 from doctor.finding import Prescription
-from doctor.flags import SWITCHES, Flags
+from servers.flags.known_flags import SWITCHES, Flags
 from doctor.patient import Patient
 from doctor.playbook import Playbook, Remedy
-from doctor.reading import Number, Reading
+from servers.reading import Number, Reading
 from doctor.standing import standing
-from loadgen.flags import render
+from servers.flags.command import render
 
 
 def prescriptions(book: Playbook, patient: Patient) -> tuple[Prescription, ...]:
@@ -74,7 +75,7 @@ def _prescription(remedy: Remedy, patient: Patient, condition: str | None) -> Pr
     if wanted is None:
         return None
     refused = [reason for name in wanted if (reason := flags.unavailable(name))]
-    checked = rules.allowed({name: v for name, v in wanted.items() if not flags.unavailable(name)}, flags)
+    checked = flag_rules.allowed({name: v for name, v in wanted.items() if not flags.unavailable(name)}, flags)
     if checked is None:
         return None
     changes, notes = checked
@@ -137,7 +138,7 @@ def _as_typed(
 def _arguments(changes: Mapping[str, Any], flags: Flags) -> str:
     """The flags as one types them; a dropped flag is named in words."""
     if flags.engine == "sglang":
-        return sglang_cures.arguments(changes)
+        return sglang_rules.arguments(changes)
     kept = {name: value for name, value in changes.items() if value is not None}
     dropped = [f"drop --{name.replace('_', '-')}" for name, value in changes.items() if value is None]
     return ", ".join(filter(None, [shlex.join(render(kept)), *dropped]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from doctor.catalog import METRICS, Metric
+from servers.metrics.catalog import METRICS, Metric
 from doctor.signals import (
     Above,
     AgainstPeers,

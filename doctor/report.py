@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from doctor.cost import total
 from doctor.finding import NOT_JUDGED, CannotTell, Diagnosis, Evidence, Finding, Prescription
 from doctor.fleet import Fleet
-from doctor.reading import Missing
+from servers.reading import Missing
 
 _MARK = {"critical": "CRITICAL", "warning": "WARNING", "info": "INFO"}
 

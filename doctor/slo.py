@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loadgen.slo import SloError, family_of, format_value, parse_bounds
+from servers.slo.bounds import SloError, family_of, format_value, parse_bounds
 
 DEFAULTS: Mapping[str, float] = {"slo_itl_p99": 0.2, "slo_ttft_p95": 2.0}
 """Lenient on purpose: a stream slower than 5 tokens a second, or a wait of 2 s for the first token (the upper

@@ -13,9 +13,9 @@ from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from doctor.access import PASSWORD, TOKEN, Access
-from doctor.catalog import family
+from servers.metrics.catalog import family
 from doctor.evaluators import Evaluator, ScrapeEvaluator, Span
-from doctor.exposition import ExpositionError, Recording, read_series_text, record, split_scrapes
+from servers.metrics.exposition import ExpositionError, Recording, read_series_text, record, split_scrapes
 from doctor.period import Period
 from doctor.promql import PromQL
 from loadgen.clock import UnixClock

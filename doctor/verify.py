@@ -20,7 +20,7 @@ from doctor.slo import parse_slo
 from doctor.sources import Scrapes
 from doctor.standing import fingerprint
 from loadgen.compare import Comparison, compare
-from loadgen.flags import render
+from servers.flags.command import render
 from loadgen.record import Records
 from loadgen.workload import Schedule
 

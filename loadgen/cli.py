@@ -31,7 +31,7 @@ from loadgen.terminal import (
 
 if TYPE_CHECKING:
     from loadgen.record import Records
-    from loadgen.slo import Bound
+    from servers.slo.bounds import Bound
 
 
 class RunFormat(StrEnum):
@@ -106,7 +106,7 @@ def run(
     Exit codes: 0 measured, 1 a bound of --slo is missed, 2 bad usage or server unreachable, 3 the measurement
     is invalid, 130 interrupted (what was measured is kept).
     """
-    from loadgen.slo import parse_bounds
+    from servers.slo.bounds import parse_bounds
 
     check_writable(out, json_file, html_file)
     try:
@@ -147,7 +147,7 @@ def report(
     Exit codes: 0 printed, 1 a bound of --slo is missed, 2 no saved run.
     """
     from loadgen.record import Records, RecordsError
-    from loadgen.slo import SloError, parse_bounds
+    from servers.slo.bounds import SloError, parse_bounds
 
     try:
         bounds = parse_bounds(slo) if slo else ()

@@ -67,7 +67,7 @@ def counters(
     Exit codes: 0 counted (and the same), 1 different from the baseline, 2 bad usage.
     """
     from loadgen.counters import Counters, CountersError, differences
-    from loadgen.flags import parse_command
+    from servers.flags.command import parse_command
     from loadgen.targets.counting import count
 
     check_writable(None, out, junit)

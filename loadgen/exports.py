@@ -14,7 +14,7 @@ from typing import Any
 from loadgen.compare import Comparison, Row, split_metric
 from loadgen.paired import rises
 from loadgen.record import Records
-from loadgen.slo import Bound, format_value
+from servers.slo.bounds import Bound, format_value
 from loadgen.stats import METRICS, RATES
 
 _HEADLINES = ("ttft_p50", "ttft_p95", "tpot_p50", "itl_p50", "itl_p99", "e2e_p95", *RATES[:2])

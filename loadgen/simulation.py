@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.console import Console
 
 from loadgen import report
-from loadgen.flags import parse_command
+from servers.flags.command import parse_command
 from loadgen.record import Records
 from loadgen.targets.simulated import PREFIX, SimulatedTarget
 

@@ -17,7 +17,7 @@ from scipy.special import stdtrit
 
 from loadgen.paired import FLOOR_TAIL, floor_of
 from loadgen.record import Records
-from loadgen.slo import Bound
+from servers.slo.bounds import Bound
 from loadgen.stats import Summary
 
 Over = Literal["rate", "concurrency"]

@@ -79,7 +79,7 @@ def sweep(
     Exit codes: 0 found, 1 no level meets the bounds, 2 bad usage or server unreachable, 3 invalid
     measurement, 130 interrupted.
     """
-    from loadgen.slo import SloError, parse_bounds
+    from servers.slo.bounds import SloError, parse_bounds
     from loadgen.sweep import Sweep, SweepError
 
     if (slo is None) == (at is None):
@@ -160,7 +160,7 @@ def _print(found: Capacity) -> None:
 def table(found: Capacity) -> list[tuple[str, ...]]:
     """Headings, then a row a level: medians over its runs, and the interval of every bounded figure."""
     from loadgen.report import duration, number
-    from loadgen.slo import format_value
+    from servers.slo.bounds import format_value
 
     bounds = [estimate.bound for estimate in found.levels[0].estimates] if found.levels else []
     head = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from loadgen.record import Records
-    from loadgen.targets.offered_flags import OfferedFlags
+    from servers.flags.offered_flags import OfferedFlags
     from loadgen.workload import Schedule
 
 CLIENT_KILLED = "client_killed"

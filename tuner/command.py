@@ -17,8 +17,8 @@ import optuna
 from rich.console import Console
 
 from loadgen.arrivals import ArrivalError
-from loadgen.flags import FlagError, ServerCommand, parse_command
-from loadgen.slo import SloError
+from servers.flags.command import FlagError, ServerCommand, parse_command
+from servers.slo.bounds import SloError
 from loadgen.targets.simulated import PREFIX, gpu_defaults
 from loadgen.workload import PRESETS as WORKLOADS
 from loadgen.workload import WorkloadError
@@ -35,7 +35,7 @@ from tuner.runs.replay import ReplayLoad, digest, read_replay
 from tuner.search.from_doctor import FindingsError, read_findings
 from tuner.search.prior import PriorError, make_simulator
 from tuner.search.strategies import AUTO, STRATEGIES
-from tuner.slo import Slo, parse_slo
+from servers.slo.objective import Slo, parse_slo
 from tuner.space.file import SpaceFile, read_space_file
 from tuner.space.knobs import ENGINES
 from tuner.space.space import SPECULATION, SpaceError, Surroundings, build_space, effective

@@ -17,7 +17,7 @@ from tuner.runs.load import Traffic, span
 from tuner.runs.measure import goodput_bounds
 from tuner.runs.result import TrialResult
 from tuner.search.study import Study
-from tuner.slo import Slo
+from servers.slo.objective import Slo
 from tuner.space.config import Config
 from tuner.space.space import describe_changes
 from tuner.trial import Bench, SetupFailed

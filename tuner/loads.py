@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from loadgen.slo import Bound
+from servers.slo.bounds import Bound
 from loadgen.target import Target, TargetFailed
 from tuner.budget import LOADS_CONFIGS, PAUSE
 from tuner.dynamic import Curve, Regime, advise, advised, regimes, to_json
@@ -21,7 +21,7 @@ from tuner.runs.load import span
 from tuner.runs.measure import Run, measure
 from tuner.runs.replay import ReplayLoad
 from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
-from tuner.slo import Slo
+from servers.slo.objective import Slo
 from tuner.space.space import DRAFTS, Config, Space, config_key, describe_changes
 from tuner.trial import ServerFailed, SetupFailed
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from loadgen.target import OpenTarget
-from loadgen.targets.offered_flags import OfferedFlags
+from servers.flags.offered_flags import OfferedFlags
 from loadgen.traces import Trace
 from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload
 from loadgen.workload_file import workload_of
@@ -16,8 +16,8 @@ from tuner.options import Replay
 from tuner.runs.load import Load, Traffic
 from tuner.runs.replay import ReplayLoad, read_replay
 from tuner.runs.survey import OFFERED_SHARE, Survey, find_capacity, fitting_scale, time_alone
-from tuner.slo import Slo
-from tuner.space.memory import MemoryPlan
+from servers.slo.objective import Slo
+from servers.flags.memory_plan import MemoryPlan
 from tuner.space.space import Surroundings, effective
 from tuner.space.startlog import read_start_log
 from tuner.trial import Bench

@@ -32,7 +32,7 @@ from tuner.search.sketch import NoSketch, Sketch, draw
 from tuner.search.starts import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
 from tuner.search.strategies import make_strategy
 from tuner.search.study import Proposal, Study
-from tuner.slo import Slo, parse_slo
+from servers.slo.objective import Slo, parse_slo
 from tuner.space.file import SpaceFile
 from tuner.space.space import Config, build_space, describe_changes, effective
 from tuner.space.startlog import LINES, read_start_log

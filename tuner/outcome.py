@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from loadgen.flags import render
-from loadgen.slo import STATISTICS, format_value
+from servers.flags.command import render
+from servers.slo.bounds import STATISTICS, format_value
 from tuner.confirm import Change, Confirmation
 from tuner.runs.result import TrialResult
 from tuner.search.repeats import joined
-from tuner.slo import Objective, Slo
+from servers.slo.objective import Objective, Slo
 from tuner.space.space import Space, describe_changes
 
 Kind = Literal["better", "baseline", "infeasible", "failed", "interrupted", "measured"]

@@ -14,10 +14,10 @@ from typing import Any, Self
 
 import optuna
 
-from loadgen.slo import format_value
+from servers.slo.bounds import format_value
 from tuner.outcome import ESTIMATE, Outcome, label
 from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
-from tuner.slo import Slo
+from servers.slo.objective import Slo
 from tuner.workers.storage import StorageError, open_storage, sqlite_file
 
 SHOWN = ("itl_p99", "ttft_p95", "throughput")

@@ -13,12 +13,12 @@ import math
 from collections.abc import Mapping
 from enum import IntEnum
 
-from loadgen.slo import name_of
+from servers.slo.bounds import name_of
 from tuner.confirm import judge_runs
 from tuner.runs.load import Traffic
 from tuner.runs.measure import Run
 from tuner.search.prior import Prediction, SimulatedPrior
-from tuner.slo import Slo
+from servers.slo.objective import Slo
 from tuner.space.config import Config, config_key
 
 MOST = 24

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from loadgen.flags import ServerCommand
+from servers.flags.command import ServerCommand
 from loadgen.target import Target
 from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.server import ServerTarget

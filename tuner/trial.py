@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from doctor.defaults import Engine
+from servers.flags.defaults import Engine
 from loadgen.probe import Unreachable
 from loadgen.record import Records
-from loadgen.slo import Bound
+from servers.slo.bounds import Bound
 from loadgen.target import CLIENT_KILLED, OpenTarget, Target, TargetFailed
 from loadgen.wire import Progress
 from loadgen.workload import Schedule
@@ -26,7 +26,7 @@ from tuner.runs.result import SERVES, Measurement, Status, TrialResult
 from tuner.runs.rungs import reason_to_stop
 from tuner.runs.scrape import read_figures
 from tuner.search.study import Proposal
-from tuner.slo import Slo
+from servers.slo.objective import Slo
 
 BROKEN_SHARE = 0.5
 """A server that fails this share of the requests, or more, is taken for one that does not serve."""

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from loadgen.flags import render
+from servers.flags.command import render
 from loadgen.target import CLIENT_KILLED, OpenTarget, RunFailed, StartFailed, Target
-from loadgen.targets.failures import classify
+from servers.logs.failures import classify
 from loadgen.targets.http import Http, NoAnswer
 from loadgen.targets.process import ServerProcess
 from loadgen.targets.scraper import Scraper, scrape

@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from loadgen.flags import FlagError, render, split_words
-from loadgen.sglang_flags import render_sglang
+from servers.flags.command import FlagError, render, split_words
+from servers.flags.sglang_flags import render_sglang
 from loadgen.target import AtOnce, StartFailed, Target
 from loadgen.targets.endpoint import OpenServer
 from loadgen.targets.http import Http
-from loadgen.targets.offered_flags import OfferedFlags, read_offered_flags
+from servers.flags.offered_flags import OfferedFlags, read_offered_flags
 from loadgen.targets.process import ServerProcess
 
 DEFAULT_PORT = 8000

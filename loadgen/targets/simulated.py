@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from loadgen.flags import render
+from servers.flags.command import render
 from loadgen.target import OpenTarget, StartFailed, Target, TargetFailed
-from loadgen.targets.offered_flags import OfferedFlags
+from servers.flags.offered_flags import OfferedFlags
 from loadgen.workload import PlannedRequest, Schedule
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.doctor_loads import HEALTHY
 from benchmarks.doctor_matrix import TRUTH as KNOWN
-from doctor.exposition import read_series_text, split_scrapes
+from servers.metrics.exposition import read_series_text, split_scrapes
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "scrapes"
 needs_recordings = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no recordings at {FOLDER}")

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from doctor.access import Access, AccessError, read_access
 from doctor.diagnose import diagnose
-from doctor.exposition import record
+from servers.metrics.exposition import record
 from doctor.sources import MetricsUrl, PrometheusSource, SourceError
 from vtune_cli import app
 

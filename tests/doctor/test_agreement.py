@@ -15,10 +15,10 @@ from synthetic_server import Server
 
 from doctor.diagnose import diagnose
 from doctor.evaluators import Group
-from doctor.exposition import Recording, record
+from servers.metrics.exposition import Recording, record
 from doctor.fleet import FIGURES
 from doctor.live import Ask
-from doctor.reading import Number, Reading
+from servers.reading import Number, Reading
 from doctor.signals import SIGNALS
 from doctor.slo import DEFAULTS
 from doctor.sources import Observation, PrometheusSource, Scrapes, observe_recording

@@ -10,10 +10,10 @@ from synthetic_server import Server
 
 from doctor.cost import Cost, Toll, Unit, total
 from doctor.diagnose import diagnose
-from doctor.expression import Lookup, parse_expression
+from servers.expression import Lookup, parse_expression
 from doctor.finding import Finding
 from doctor.playbook import load_all
-from doctor.reading import Missing, Number, Reading
+from servers.reading import Missing, Number, Reading
 from doctor.report import as_text
 from doctor.sources import Scrapes
 

@@ -26,7 +26,7 @@ from doctor.cli import mount
 from doctor.dashboard import dashboard
 from doctor.diagnose import diagnose
 from doctor.export import compiler
-from doctor.exposition import record
+from servers.metrics.exposition import record
 from doctor.playbook import load_all
 from doctor.sources import Scrapes
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from doctor.expression import ExpressionError, parse_comparison, parse_expression
-from doctor.reading import Missing, Number, Reading
+from servers.expression import ExpressionError, parse_comparison, parse_expression
+from servers.reading import Missing, Number, Reading
 
 READINGS: dict[str, Reading] = {
     "two": Number.exactly(2),

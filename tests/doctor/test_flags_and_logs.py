@@ -10,10 +10,11 @@ import pytest
 from recordings import TRUTH, log_path, needs_recordings
 from synthetic_server import Server
 
-from doctor import catalog, flags
+from servers.metrics import catalog
+from servers.flags import known_flags
 from doctor.diagnose import diagnose
-from doctor.log_facts import LogFacts
-from doctor.logfile import LogSource, parse_log, read_log
+from servers.log_facts import LogFacts
+from servers.logs.vllm_log import LogSource, parse_log, read_log
 from doctor.sources import Scrapes, SourceError
 
 V1_LOG = "\n".join(
@@ -110,7 +111,7 @@ def test_a_log_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def origin(name: str, **known: Any) -> tuple[Any, str]:
     arguments: dict[str, Any] = {"given": None, "log": None, "cache_config": None, **known}
-    flag = flags.resolve(**arguments, engine="vllm", version=None).known[name]
+    flag = known_flags.resolve(**arguments, engine="vllm", version=None).known[name]
     return flag.value, flag.origin
 
 
@@ -134,7 +135,7 @@ def test_what_cache_config_info_gives_away() -> None:
         "kv_cache_size_tokens": "93184",
         "kv_cache_max_concurrency": "22.75",
     }
-    known = flags.resolve(None, None, labels, engine="vllm", version=None).known
+    known = known_flags.resolve(None, None, labels, engine="vllm", version=None).known
     assert known["kv_cache_tokens"].value == 32 * 128  # one block is the null block
     assert known["max_model_len"].value == 4096
     override = known["num_gpu_blocks_override"]
@@ -161,17 +162,17 @@ def test_a_default_is_the_platforms_or_a_guess(
     engine: Any, device: str | None, given: dict[str, Any], seqs: tuple[int, str], tokens: tuple[int, str]
 ) -> None:
     log = LogFacts(complete=True, version="0.32.0", device=device)
-    known = flags.resolve(given, log, None, engine=engine, version=None).known
+    known = known_flags.resolve(given, log, None, engine=engine, version=None).known
     assert (known["max_num_seqs"].value, known["max_num_seqs"].origin) == seqs
     assert (known["max_num_batched_tokens"].value, known["max_num_batched_tokens"].origin) == tokens
 
 
 def test_metrics_that_look_like_a_cpu_shift_the_guess_and_no_more() -> None:
-    known = flags.resolve({}, None, CPU_METRICS, engine="vllm", version="0.32.0").known
+    known = known_flags.resolve({}, None, CPU_METRICS, engine="vllm", version="0.32.0").known
     assert (known["max_num_seqs"].value, known["max_num_seqs"].origin) == (128, "guessed")
     assert known["max_num_seqs"].number.high >= 1024
     old = LogFacts(complete=True, version="0.9.1", device="cpu")
-    assert flags.resolve({}, old, None, engine="vllm", version=None).known["max_num_seqs"].origin == "guessed"
+    assert known_flags.resolve({}, old, None, engine="vllm", version=None).known["max_num_seqs"].origin == "guessed"
 
 
 def test_no_cap_is_inferred_below_every_default() -> None:
@@ -185,7 +186,7 @@ def test_no_cap_is_inferred_below_every_default() -> None:
 
 def test_a_budget_without_chunked_prefill_holds_a_whole_prompt() -> None:
     given = {"enable_chunked_prefill": False, "max_model_len": 8192}
-    tokens = flags.resolve(given, None, None, engine="vllm", version=None).known["max_num_batched_tokens"]
+    tokens = known_flags.resolve(given, None, None, engine="vllm", version=None).known["max_num_batched_tokens"]
     assert (tokens.value, tokens.number.low) == (8192, 8192)
 
 

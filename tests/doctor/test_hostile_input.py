@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from synthetic_server import Server
 
-from doctor import input_file, session, sources
+from doctor import session, sources
+from servers import input_file
 from doctor.access import Access, AccessError, read_access
 from doctor.benchmark import BenchmarkResult
 from doctor.canary import CanaryError, read_cure
 from doctor.diagnose import diagnose
-from doctor.input_file import read_input
-from doctor.logfile import LogSource
+from servers.input_file import read_input
+from servers.logs.vllm_log import LogSource
 from doctor.sources import MetricsUrl, PrometheusSource, SeriesFile, SourceError
 
 SECRET = "t0ken-nobody-may-see"

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from recordings import TRUTH, meta, needs_recordings, scrapes
 from synthetic_server import Server
 
-from doctor.catalog import METRICS
+from servers.metrics.catalog import METRICS
 from doctor.diagnose import Diagnosis, diagnose
-from doctor.exposition import Recording, Series, record
+from servers.metrics.exposition import Recording, Series, record
 from doctor.sources import Observation, Scrapes, SeriesFile, Source, SourceError, observe_recording
-from loadgen.flags import parse_command
+from servers.flags.command import parse_command
 
 NAMES = [name for name in TRUTH if name != "prefix-unshared"]
 

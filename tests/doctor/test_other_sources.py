@@ -15,9 +15,9 @@ from synthetic_server import Server
 
 from doctor.benchmark import BenchmarkResult
 from doctor.diagnose import Diagnosis, diagnose
-from doctor.exposition import record
-from doctor.logfile import parse_log
-from doctor.reading import Number
+from servers.metrics.exposition import record
+from servers.logs.vllm_log import parse_log
+from servers.reading import Number
 from doctor.signals import SIGNALS
 from doctor.slo import DEFAULTS
 from doctor.sources import PrometheusSource, Scrapes, SourceError

@@ -11,7 +11,7 @@ import pytest
 from synthetic_server import Server
 
 from doctor.diagnose import Diagnosis, diagnose
-from doctor.flags import FLAG_NAMES
+from servers.flags.known_flags import FLAG_NAMES
 from doctor.playbook import PlaybookError, check_together, load_all, parse_playbook
 from doctor.signals import SIGNALS
 from doctor.sources import Scrapes

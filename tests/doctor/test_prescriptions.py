@@ -13,13 +13,13 @@ import pytest
 
 from doctor.evaluators import Group
 from doctor.finding import Prescription
-from doctor.flags import Engine, Flags, resolve
+from servers.flags.known_flags import Engine, Flags, resolve
 from doctor.patient import Patient
 from doctor.playbook import Playbook, load_all
 from doctor.prescribe import prescriptions
-from doctor.reading import Missing, Number, Reading
+from servers.reading import Missing, Number, Reading
 from doctor.signals import SIGNALS, Unit
-from loadgen.flags import parse_command
+from servers.flags.command import parse_command
 
 DIRECTION = {
     "budget-eats-pool": {"max_num_batched_tokens": -1},

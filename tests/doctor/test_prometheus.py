@@ -13,9 +13,9 @@ from recordings import needs_recordings, scrapes
 from synthetic_server import Server
 
 from doctor.diagnose import diagnose
-from doctor.exposition import record
+from servers.metrics.exposition import record
 from doctor.period import period
-from doctor.reading import Missing, Number
+from servers.reading import Missing, Number
 from doctor.signals import SIGNALS
 from doctor.slo import DEFAULTS
 from doctor.sources import PrometheusSource, Scrapes, SourceError

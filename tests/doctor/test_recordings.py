@@ -9,9 +9,9 @@ import pytest
 from recordings import TRUTH, log_path, meta, needs_recordings, scrapes, series_path
 
 from doctor.diagnose import Diagnosis, diagnose
-from doctor.logfile import LogSource, read_log
+from servers.logs.vllm_log import LogSource, read_log
 from doctor.sources import Scrapes, SeriesFile
-from loadgen.flags import parse_command
+from servers.flags.command import parse_command
 
 pytestmark = needs_recordings
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from doctor.diagnose import Diagnosis, diagnose
-from doctor.logfile import LogSource, parse_log
+from servers.logs.vllm_log import LogSource, parse_log
 from doctor.sources import Scrapes, SourceError
 
 Moment = datetime
@@ -259,7 +259,7 @@ def test_a_shorter_draft_is_written_as_sglang_counts_it(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_is_off_is_turned_on_by_dropping_a_flag() -> None:
-    from doctor.sglang_cures import arguments as typed
+    from servers.flags.sglang_rules import arguments as typed
 
     assert typed({"enable_prefix_caching": True}) == "drop --disable-radix-cache"
     assert typed({"enable_prefix_caching": False}) == "--disable-radix-cache"

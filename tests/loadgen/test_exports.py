@@ -21,7 +21,7 @@ from loadgen.exports import (
     run_benchmark,
     run_cases,
 )
-from loadgen.slo import parse_bounds
+from servers.slo.bounds import parse_bounds
 
 METRICS = ("itl_p50", "ttft_p95", "throughput", "failed")
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loadgen.flags import KINDS, FlagError, parse_command, render
+from servers.flags.command import KINDS, FlagError, parse_command, render
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.targets.offered_flags import OfferedFlags, parse_help, read_offered_flags
+from servers.flags.offered_flags import OfferedFlags, parse_help, read_offered_flags
 from loadgen.targets.server import ServerTarget
 
 VLLM = """usage: vllm serve [model_tag] [options]

@@ -12,7 +12,7 @@ from made_runs import records
 from scipy.stats import t
 
 from loadgen.record import Records
-from loadgen.slo import parse_bounds
+from servers.slo.bounds import parse_bounds
 from loadgen.sweep import PRIOR_RUNS, SPREAD, Capacity, Sweep, SweepError
 from loadgen.sweep_command import conclusions, table, to_json
 

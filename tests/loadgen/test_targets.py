@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from loadgen.arrivals import ClosedLoop
-from loadgen.flags import FlagError
+from servers.flags.command import FlagError
 from loadgen.target import AtOnce, RunFailed, StartFailed
 from loadgen.targets import server as server_module
 from loadgen.targets.endpoint import EndpointTarget
-from loadgen.targets.failures import classify
+from servers.logs.failures import classify
 from loadgen.targets.server import ServerTarget, free_port
 from loadgen.workload import Schedule, preset
 

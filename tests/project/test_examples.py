@@ -14,7 +14,7 @@ from pages import ROOT
 
 import vtune_cli
 from tuner.budget import parse_seconds
-from tuner.slo import parse_slo
+from servers.slo.objective import parse_slo
 from tuner.workers.storage import mask
 
 EXAMPLES = ROOT / "docs" / "examples"

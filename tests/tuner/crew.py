@@ -25,7 +25,7 @@ from tuner.interrupts import Interrupts
 from tuner.job import Job
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
-from tuner.slo import parse_slo
+from servers.slo.objective import parse_slo
 from tuner.trial import Bench
 from tuner.workers.crew import SharedCrew
 from tuner.workers.machine import Machine

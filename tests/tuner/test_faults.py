@@ -36,7 +36,7 @@ from tuner.job import Job
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
 from tuner.runs.load import Load
-from tuner.slo import parse_slo
+from servers.slo.objective import parse_slo
 from tuner.trial import Bench, ClientKilled, Criteria, SetupFailed
 from tuner.workers.crew import Pulse
 from tuner.workers.local import LocalWorker, LocalWorkers, WorkersError, shares

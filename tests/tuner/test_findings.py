@@ -10,7 +10,7 @@ import optuna
 import pytest
 from llama_8b import CONFIG
 
-from loadgen.slo import parse_bounds
+from servers.slo.bounds import parse_bounds
 from loadgen.targets.simulated import SimulatedTarget
 from tuner.interrupts import Interrupts
 from tuner.job import Job
@@ -18,7 +18,7 @@ from tuner.observer import Observer
 from tuner.optimize import Optimizer
 from tuner.runs.findings import TrialFinding, examine, objectives
 from tuner.runs.result import TrialResult
-from tuner.slo import parse_slo
+from servers.slo.objective import parse_slo
 from tuner.trial import Bench
 from tuner.workers.storage import open_study
 

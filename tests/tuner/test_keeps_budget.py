@@ -12,7 +12,7 @@ from tuner.interrupts import Interrupts
 from tuner.job import Job
 from tuner.observer import Observer
 from tuner.optimize import Optimizer
-from tuner.slo import parse_slo
+from servers.slo.objective import parse_slo
 from tuner.space.space import config_key
 from tuner.trial import PATIENCE_FACTOR, PATIENCE_SECONDS, Bench
 from tuner.workers.storage import open_study

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from loadgen.targets.offered_flags import OfferedFlags
+from servers.flags.offered_flags import OfferedFlags
 from tuner.space.knobs import KNOBS, default_of, knobs_of
-from tuner.space.memory import MemoryPlan
+from servers.flags.memory_plan import MemoryPlan
 from tuner.space.space import (
     DRAFTS,
     SPECULATION,

@@ -2,7 +2,7 @@ import shlex
 
 import yaml
 
-from loadgen.flags import parse_command
+from servers.flags.command import parse_command
 from tuner.report.launch import launch
 
 FLAGS = {

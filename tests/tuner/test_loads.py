@@ -28,7 +28,7 @@ from tuner.optimize import Optimizer
 from tuner.report.facts import report_facts
 from tuner.report.report import write_report
 from tuner.runs.load import span
-from tuner.slo import parse_slo
+from servers.slo.objective import parse_slo
 from tuner.trial import Bench
 from tuner.workers.storage import open_study
 from vtune_cli import app

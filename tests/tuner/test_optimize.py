@@ -13,7 +13,7 @@ from tuner.job import Job
 from tuner.observer import Observer
 from tuner.optimize import MAX_FAILURES, Optimizer
 from tuner.runs.result import BASELINE
-from tuner.slo import parse_slo
+from servers.slo.objective import parse_slo
 from tuner.trial import Bench, SetupFailed
 from tuner.workers.storage import open_study
 

@@ -23,7 +23,7 @@ from tuner.regression import KEY, PreviousError, Recommendation, read_previous
 from tuner.report.facts import report_facts
 from tuner.report.report import Facts, write_report
 from tuner.report.reproduce import command_of
-from tuner.slo import parse_slo
+from servers.slo.objective import parse_slo
 from tuner.trial import Bench
 from tuner.workers.storage import open_storage, open_study
 from vtune_cli import app

@@ -9,7 +9,7 @@ from loadgen.workload import preset
 from tuner.rehearsal import Fate, Rehearsal, describe_fates
 from tuner.runs.load import Load
 from tuner.search.prior import Prediction, SimulatedPrior
-from tuner.slo import PRESETS
+from servers.slo.objective import PRESETS
 from tuner.space.config import config_key
 
 LOAD = Load(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)

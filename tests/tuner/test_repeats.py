@@ -19,7 +19,7 @@ from tuner.search.beliefs import Beliefs
 from tuner.search.model import ModelStrategy
 from tuner.search.repeats import joined
 from tuner.search.strategy import History, TpeStrategy, by_measurement
-from tuner.slo import Objective
+from servers.slo.objective import Objective
 from tuner.space.space import build_space, config_key, effective
 from tuner.workers.crew import Crew
 

@@ -21,7 +21,7 @@ from tuner.report.facts import report_facts
 from tuner.report.report import figures, write_report
 from tuner.runs.findings import TrialFinding
 from tuner.runs.result import Measurement, Reading, TrialResult
-from tuner.slo import parse_slo
+from servers.slo.objective import parse_slo
 from tuner.space.space import build_space, config_key, render_value
 from tuner.trial import Bench
 from tuner.workers.storage import open_study

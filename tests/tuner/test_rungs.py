@@ -2,10 +2,10 @@ import math
 
 import pytest
 
-from loadgen.slo import Bound
+from servers.slo.bounds import Bound
 from tuner.runs.result import Measurement, Reading
 from tuner.runs.rungs import reason_to_stop
-from tuner.slo import NO_BACKLOG, NO_FAILURE, Objective
+from servers.slo.objective import NO_BACKLOG, NO_FAILURE, Objective
 
 ITL = Objective("itl_p99", "minimize")
 

@@ -31,7 +31,7 @@ from tuner.runs.survey import Survey, time_alone
 from tuner.search import sketch as sketch_module
 from tuner.search.prior import PriorError, SimulatedPrior, make_simulator
 from tuner.search.sketch import NoSketch, Sketch, draw
-from tuner.slo import parse_slo
+from servers.slo.objective import parse_slo
 from tuner.space.space import effective
 from tuner.space.startlog import read_start_log
 from tuner.trial import Bench

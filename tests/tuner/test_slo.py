@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadgen.slo import LATENCIES, STATISTICS, UNITS, Bound, SloError, format_value
-from tuner.slo import PRESETS, Objective, parse_slo
+from servers.slo.bounds import LATENCIES, STATISTICS, UNITS, Bound, SloError, format_value
+from servers.slo.objective import PRESETS, Objective, parse_slo
 
 
 def test_the_example_of_the_documentation():

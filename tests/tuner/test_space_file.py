@@ -166,7 +166,7 @@ def test_files_are_yaml_or_json(tmp_path: Path) -> None:
 
 
 def test_a_knob_that_the_server_lacks_is_an_error() -> None:
-    from loadgen.targets.offered_flags import OfferedFlags
+    from servers.flags.offered_flags import OfferedFlags
 
     around = Surroundings("bundled", offered=OfferedFlags("x", "1.0", {"max_num_seqs": ()}))
     with pytest.raises(SpaceError, match=r"block_size: cannot be varied: x 1.0 has no --block-size"):

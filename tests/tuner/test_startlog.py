@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tuner.space.memory import MemoryPlan
+from servers.flags.memory_plan import MemoryPlan
 from tuner.space.space import Surroundings, build_space, effective
 from tuner.space.startlog import read_start_log
 

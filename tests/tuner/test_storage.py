@@ -12,7 +12,7 @@ from optuna.storages._cached_storage import _CachedStorage
 from optuna.trial import TrialState
 
 from tuner.output import OutputError, locked
-from tuner.slo import parse_slo
+from servers.slo.objective import parse_slo
 from tuner.workers.storage import (
     Heartbeat,
     Patience,

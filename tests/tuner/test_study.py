@@ -7,7 +7,7 @@ from optuna.trial import TrialState
 
 from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResult
 from tuner.search.study import RULE, Study
-from tuner.slo import PRESETS
+from servers.slo.objective import PRESETS
 from tuner.space.space import THRESHOLD, build_space, describe_changes, effective
 from tuner.workers.storage import StorageError, open_storage, open_study
 

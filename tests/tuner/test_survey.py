@@ -10,7 +10,7 @@ from tuner.job import Job
 from tuner.observer import Observer
 from tuner.offer import Offer
 from tuner.runs.survey import FIRST_BURST, Survey, find_capacity, fitting_scale, time_alone
-from tuner.slo import PRESETS
+from servers.slo.objective import PRESETS
 
 MIXED = preset("mixed", max_model_len=8192)
 

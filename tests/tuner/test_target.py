@@ -10,9 +10,9 @@ from pathlib import Path
 import optuna
 import pytest
 
-from loadgen.flags import parse_command
+from servers.flags.command import parse_command
 from loadgen.targets.endpoint import EndpointTarget
-from loadgen.targets.offered_flags import OfferedFlags
+from servers.flags.offered_flags import OfferedFlags
 from loadgen.targets.server import ServerTarget
 from tuner.command import Options, new_job
 from tuner.interrupts import Interrupts
@@ -23,7 +23,7 @@ from tuner.outcome import as_it_runs
 from tuner.report.reproduce import command_of
 from tuner.runs.findings import TrialFinding
 from tuner.runs.result import Measurement, Reading, TrialResult
-from tuner.slo import parse_slo
+from servers.slo.objective import parse_slo
 from tuner.space.knobs import KNOBS
 from tuner.space.space import SpaceError
 from tuner.target import TargetError, check_offered, make_target, started_as

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tuner.runs.result import Reading, TrialResult
-from tuner.slo import Objective
+from servers.slo.objective import Objective
 from tuner.space.space import Axis, Space, config_key, render_value
 
 MIN_POINTS = 2

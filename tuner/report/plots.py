@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 import plotly.io
 
-from loadgen.slo import LATENCIES, RATES, family_of
+from servers.slo.bounds import LATENCIES, RATES, family_of
 from loadgen.stats import Distribution
 from tuner.loads import Advice
 from tuner.outcome import label
@@ -18,7 +18,7 @@ from tuner.report.cost import Item
 from tuner.report.curves import KnobCurve
 from tuner.report.pareto import Front
 from tuner.runs.result import Reading, TrialResult
-from tuner.slo import Slo
+from servers.slo.objective import Slo
 from tuner.space.space import Space, config_key, describe_changes
 
 BEFORE, AFTER = "#d1495b", "#00798c"

@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from loadgen.record import Records, RecordsError, write_atomically
-from loadgen.slo import format_value
+from servers.slo.bounds import format_value
 from loadgen.stats import Distribution
 from tuner.loads import Advice
 from tuner.outcome import Outcome, describe_trial, label
@@ -33,7 +33,7 @@ from tuner.report.pareto import Front, pareto_front
 from tuner.runs.measure import pooled
 from tuner.runs.result import Reading, TrialResult, without_nan
 from tuner.search.repeats import joined
-from tuner.slo import Slo
+from servers.slo.objective import Slo
 from tuner.space.space import Space, describe_changes, render_value
 
 SCHEMA = "vtune.report/1"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from loadgen.flags import render
+from servers.flags.command import render
 from loadgen.options import Recorded
 from tuner.job import Job
 

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from doctor.defaults import Engine
+from servers.flags.defaults import Engine
 from doctor.diagnose import diagnose
 from doctor.finding import Finding
 from doctor.playbook import PlaybookError
 from doctor.slo import Slo as Objectives
 from doctor.slo import parse_slo as parse_objectives
 from doctor.sources import Scrapes, SourceError
-from loadgen.slo import Bound, family_of
+from servers.slo.bounds import Bound, family_of
 
 JUDGED = ("itl", "tpot", "ttft")
 """Families of latency that the doctor has objectives for."""

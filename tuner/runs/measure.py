@@ -11,10 +11,10 @@ import numpy as np
 
 from loadgen import stats
 from loadgen.record import Records
-from loadgen.slo import LATENCIES, RATES, name_of
+from servers.slo.bounds import LATENCIES, RATES, name_of
 from loadgen.verdict import backlog as backlog_of
 from tuner.runs.result import Measurement, Reading
-from tuner.slo import Slo
+from servers.slo.objective import Slo
 
 ALWAYS = (
     "itl_p50",

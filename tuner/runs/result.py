@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
-from loadgen.slo import COUNTS, Bound, name_of
+from servers.slo.bounds import COUNTS, Bound, name_of
 from tuner.runs.findings import TrialFinding
-from tuner.slo import Objective
+from servers.slo.objective import Objective
 
 Status = Literal["measured", "stopped", "failed", "refused", "duplicate", "interrupted"]
 """measured: at full length. stopped: a short rung sufficed. failed: did not serve. refused: broke a rule and

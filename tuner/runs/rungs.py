@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import math
 
-from loadgen.slo import COUNTS, RATES, Bound, format_value
+from servers.slo.bounds import COUNTS, RATES, Bound, format_value
 from tuner.runs.result import Measurement
-from tuner.slo import Objective
+from servers.slo.objective import Objective
 
 MARGIN = 0.15
 """Gaps between tokens of one stall are not independent, so an interval is narrower than it should be."""

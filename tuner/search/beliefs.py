@@ -19,14 +19,14 @@ from functools import cached_property
 import numpy as np
 from scipy.special import log_ndtr
 
-from loadgen.slo import COUNTS, Bound, name_of
+from servers.slo.bounds import COUNTS, Bound, name_of
 from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.search.crashes import Codes, Crashes
 from tuner.search.gp import Array, GaussianProcess, Points, Shape, fit, most_probable
 from tuner.search.pool import encode
 from tuner.search.prior import Prior
 from tuner.search.strategy import SLACK, History
-from tuner.slo import Objective, RelativeBound
+from servers.slo.objective import Objective, RelativeBound
 from tuner.space.space import Config, config_key
 
 STOPPED = 0.1

@@ -15,7 +15,7 @@ import math
 import numpy as np
 from scipy.special import ndtr
 
-from loadgen.slo import format_value
+from servers.slo.bounds import format_value
 from tuner.runs.result import TrialResult
 from tuner.search.beliefs import Beliefs
 from tuner.search.crashes import Crashes

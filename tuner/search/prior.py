@@ -16,7 +16,7 @@ from loadgen.targets.simulated import HERE, PREFIX, SimulatedTarget
 from loadgen.workload import Schedule
 from tuner.runs.load import Traffic, span
 from tuner.runs.measure import Run, measure
-from tuner.slo import Slo
+from servers.slo.objective import Slo
 from tuner.space.space import Config, config_key
 
 

@@ -12,9 +12,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from loadgen.slo import COUNTS, RATES
+from servers.slo.bounds import COUNTS, RATES
 from tuner.runs.result import BASELINE, Measurement, Reading, TrialResult
-from tuner.slo import RelativeBound
+from servers.slo.objective import RelativeBound
 from tuner.space.config import config_key
 
 

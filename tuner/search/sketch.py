@@ -32,7 +32,7 @@ from typing import Any, Self
 import numpy as np
 from scipy.optimize import least_squares
 
-from loadgen.slo import LATENCIES, RATES, family_of, name_of
+from servers.slo.bounds import LATENCIES, RATES, family_of, name_of
 from loadgen.target import TargetFailed
 from loadgen.targets.model_shape import Shape
 from loadgen.targets.simulated import SimulatedTarget, sketched_target
@@ -42,9 +42,9 @@ from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.runs.survey import LONE_PROMPT, Survey, time_alone
 from tuner.search.gp import Array
-from tuner.slo import Slo
+from servers.slo.objective import Slo
 from tuner.space.config import Config
-from tuner.space.memory import MemoryPlan
+from servers.flags.memory_plan import MemoryPlan
 
 NAME = "sketch of the baseline"
 HEEDED = (

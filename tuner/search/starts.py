@@ -17,8 +17,8 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from loadgen.slo import family_of
-from tuner.slo import Slo
+from servers.slo.bounds import family_of
+from servers.slo.objective import Slo
 from tuner.space.space import Config
 
 REFERENCE_PREFILL = 40_000.0

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 import optuna
 
-from loadgen.slo import Bound
+from servers.slo.bounds import Bound
 from tuner.runs.result import BASELINE, TrialResult
 from tuner.search.repeats import joined
-from tuner.slo import Objective, RelativeBound
+from servers.slo.objective import Objective, RelativeBound
 from tuner.space.space import Config, Space, Value, config_key
 
 TIE = 0.1

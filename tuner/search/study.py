@@ -27,11 +27,11 @@ import optuna
 from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
-from loadgen.slo import Bound
+from servers.slo.bounds import Bound
 from tuner.runs.result import BASELINE, SERVES, Status, TrialResult
 from tuner.search.repeats import judged
 from tuner.search.strategy import History, Strategy, TpeStrategy
-from tuner.slo import Objective, RelativeBound
+from servers.slo.objective import Objective, RelativeBound
 from tuner.space.space import Config, Space, config_key
 
 RULE = "rule"

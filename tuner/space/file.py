@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from doctor.expression import ExpressionError, parse_expression
+from servers.expression import ExpressionError, parse_expression
 from tuner.space.axis import Value, is_number
 from tuner.space.knobs import KNOBS, Knob, SpaceError
 from tuner.space.rules import Rule

@@ -1,6 +1,6 @@
 """The knobs: every flag that can be varied, as data. A knob becomes an axis once its surroundings are known.
 
-Ranges are expressions (``doctor.expression``) over the baseline's flags and over
+Ranges are expressions (``servers.expression``) over the baseline's flags and over
 
 ``max_model_len``    the model's context, tokens
 ``longest_request``  prompt and output of the workload's longest request, tokens (else max_model_len)
@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from doctor.defaults import NAMES, Engine, Platform
-from doctor.expression import parse_expression
-from loadgen.sglang_flags import SPELLING
-from loadgen.targets.offered_flags import OfferedFlags
+from servers.flags.defaults import NAMES, Engine, Platform
+from servers.expression import parse_expression
+from servers.flags.sglang_flags import SPELLING
+from servers.flags.offered_flags import OfferedFlags
 from tuner.space.axis import Axis, Value, is_number
-from tuner.space.memory import MemoryPlan
+from servers.flags.memory_plan import MemoryPlan
 from tuner.space.rules import Numbers, evaluate
 
 SPECULATION = "speculative_config"
@@ -62,7 +62,7 @@ class Knob:
     servers: tuple[str, ...] = EVERY
     """Kinds of server that have it."""
     default: Value = None
-    """What it is when nobody sets it, where ``doctor.defaults`` has no number for it; None: unset."""
+    """What it is when nobody sets it, where ``servers.flags.defaults`` has no number for it; None: unset."""
     needs: str | None = None
     needs_value: Value = None
     """The knob that this one depends on, and the value it must have; None: any that is true."""

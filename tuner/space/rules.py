@@ -1,6 +1,6 @@
 """What a config must hold before it may be launched: comparisons over its flags, as data.
 
-They are written in the doctor's language of rules (``doctor.expression``) and never executed as Python. A
+They are written in the doctor's language of rules (``servers.expression``) and never executed as Python. A
 search judges thousands of configs between two launches, so a comparison is turned into closures once.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from doctor.expression import Comparison, Expression, ExpressionError, parse_comparison
+from servers.expression import Comparison, Expression, ExpressionError, parse_comparison
 
 Numbers = Mapping[str, float]
 """A config as names that expressions use: its numbers, switches as 0 and 1, and of nested flags the keys."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from doctor.defaults import NAMES
-from doctor.flags import SWITCHES, resolve
-from doctor.logfile import parse_log
+from servers.flags.defaults import NAMES
+from servers.flags.known_flags import SWITCHES, resolve
+from servers.logs.vllm_log import parse_log
 from tuner.space.knobs import ENGINES, HELD, knobs_of
-from tuner.space.memory import MemoryPlan
+from servers.flags.memory_plan import MemoryPlan
 
 LINES = 400
 """Of the log, from its end, when the server has just come up."""

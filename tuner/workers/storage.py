@@ -20,7 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import event, exc
 from sqlalchemy.engine import URL, make_url
 
-from tuner.slo import Objective
+from servers.slo.objective import Objective
 
 SQLITE_BUSY_SECONDS = 60
 CONNECT_SECONDS = 10

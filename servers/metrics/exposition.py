@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from doctor import catalog
-from doctor.input_file import GZIP, gunzipped, read_input
-from doctor.rangefuncs import Times, Values
+from servers.metrics import catalog
+from servers.input_file import GZIP, gunzipped, read_input
+from servers.metrics.range_functions import Times, Values
 
 SEPARATOR = re.compile(r"^# scrape_unix_ms[ \t]+(\S*)[ \t\r]*$", re.MULTILINE)
 _LINE_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")

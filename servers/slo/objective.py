@@ -1,6 +1,6 @@
 """Service level objectives: what a config must hold to be feasible, and what is made best among those.
 
-An SLO is a preset (``itl``, ``stall``, ``ttft``, ``throughput``) or bounds as in :mod:`loadgen.slo`, such as
+An SLO is a preset (``itl``, ``stall``, ``ttft``, ``throughput``) or bounds as in :mod:`servers.slo.bounds`, such as
 ``itl_p99<50ms,ttft_p95{class=short}<300ms,throughput>100``.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from loadgen.slo import LATENCIES, PER_REQUEST, Bound, family_of, name_of, parse_bounds
+from servers.slo.bounds import LATENCIES, PER_REQUEST, Bound, family_of, name_of, parse_bounds
 from loadgen.stats import DEFINITIONS
 
 Measure = Callable[[str, str | None], float]

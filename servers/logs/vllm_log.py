@@ -1,6 +1,6 @@
 """A server's own log: the flags it was started with, its version, its KV pool, its periodic load lines.
 
-vLLM's is read here, SGLang's by ``doctor.sglang_log``.
+vLLM's is read here, SGLang's by ``servers.logs.sglang_log``.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from doctor import sglang_log
-from doctor.input_file import GZIP, gunzipped, read_input
-from doctor.log_facts import LogFacts, page, pairs
+from servers.logs import sglang_log
+from servers.input_file import GZIP, gunzipped, read_input
+from servers.log_facts import LogFacts, page, pairs
 from doctor.sources import Observation, Scrapes, Source, SourceError
 
 _VERSION = re.compile(r"(?:version|engine \(v|server version) ?(\d+\.\d+[\w.+]*)")

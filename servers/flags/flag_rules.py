@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from doctor import sglang_cures
-from doctor.flags import Flags
+from servers.flags import sglang_rules
+from servers.flags.known_flags import Flags
 
 Number = int | float
 
@@ -20,7 +20,7 @@ def allowed(changes: Mapping[str, Any], flags: Flags) -> tuple[dict[str, Any], l
     None where nothing is left of them: a value that the rules push back to where it was, or past it.
     """
     if flags.engine == "sglang":
-        return sglang_cures.allowed(changes, flags.value("gpu_memory_utilization"))
+        return sglang_rules.allowed(changes, flags.value("gpu_memory_utilization"))
     new, notes = dict(changes), []
     if isinstance(threshold := new.get("long_prefill_token_threshold"), int):
         new["long_prefill_token_threshold"] = min(threshold, round(_point(flags, "max_model_len", threshold)))

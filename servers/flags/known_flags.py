@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from doctor import defaults
-from doctor.defaults import Engine, Platform, version_tuple
-from doctor.log_facts import LogFacts
-from doctor.reading import Missing, Number, Reading
-from loadgen.sglang_flags import SPELLING
+from servers.flags import defaults
+from servers.flags.defaults import Engine, Platform, version_tuple
+from servers.log_facts import LogFacts
+from servers.reading import Missing, Number, Reading
+from servers.flags.sglang_flags import SPELLING
 
 Origin = Literal["given", "log", "metrics", "inferred", "default", "guessed"]
 """Who says so. ``default``: nobody set it, and this platform has just one; ``guessed``: it may be another."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
-from doctor.reading import Missing, Number, Reading
+from servers.reading import Missing, Number, Reading
 
 Lookup = Callable[[str], Reading]
 

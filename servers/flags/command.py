@@ -96,7 +96,7 @@ class ServerCommand:
     ``python -m sglang.launch_server``, a Docker image, or "" for bare flags."""
     model: str | None = None
     flags: dict[str, Any] = field(default_factory=dict)
-    """In vLLM's names, whosever server it is (see ``loadgen.sglang_flags``)."""
+    """In vLLM's names, whosever server it is (see ``servers.flags.sglang_flags``)."""
     env: dict[str, str] = field(default_factory=dict)
     rest: tuple[str, ...] = ()
     """The words before the program: ``docker run --gpus all``, ``taskset -c 0-3``, ``uv run``."""
@@ -118,7 +118,7 @@ class ServerCommand:
     def words(self) -> list[str]:
         """The command without its environment, as an argument vector. Raises FlagError."""
         if self.engine == "sglang":
-            from loadgen.sglang_flags import render_sglang
+            from servers.flags.sglang_flags import render_sglang
 
             named = [] if self.model is None else ["--model-path", self.model]
             return [*self.rest, *shlex.split(self.program), *named, *render_sglang(self.flags)]
@@ -150,7 +150,7 @@ def parse_command(text: str) -> ServerCommand:
         rest = rest[:-1]
     flags, positional = _parse_flags(words)
     if _SGLANG.search(program):
-        from loadgen.sglang_flags import from_sglang
+        from servers.flags.sglang_flags import from_sglang
 
         flags = from_sglang(flags)
         flags["model"] = flags.pop("model_path", None)

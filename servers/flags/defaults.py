@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from doctor.reading import Number
+from servers.reading import Number
 
 Engine = Literal["vllm", "vtune", "sglang"]
 
