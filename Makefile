@@ -28,7 +28,7 @@ $(READY): pyproject.toml constraints.txt
 setup: $(READY)  ## Create .venv and install everything
 
 model: setup  ## Fetch the bundled model (93 MB, once) and compile the kernels, into the cache
-	$(BIN)/python -m engine.bundled
+	$(BIN)/python -m engine.models.bundled
 
 demo: model  ## The main job: find flags for a flat inter-token latency, prove them, write a report
 	$(BIN)/vtune optimize --slo itl --workload mixed --budget 12m --flags "$(DEMO_FLAGS)" --out $(OUT)

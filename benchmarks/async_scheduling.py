@@ -24,11 +24,11 @@ from dataclasses import dataclass, replace
 from benchmarks.laboratory import LLAMA_1B, LLAMA_8B, bundled_config
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.devices import H100_SXM, roofline
-from engine.model_config import ModelConfig
+from engine.sim.devices import H100_SXM, roofline
+from engine.models.model_config import ModelConfig
 from engine.request import SamplingParams
-from engine.scheduler import UnifiedScheduler
-from engine.simulate import (
+from engine.scheduling.scheduler import UnifiedScheduler
+from engine.sim.simulate import (
     ModelSize,
     SimulatedRunner,
     TimedRequest,
@@ -37,7 +37,7 @@ from engine.simulate import (
     drive,
     own_prompt,
 )
-from engine.step_times import StepTimes
+from engine.sim.step_times import StepTimes
 
 NO_MODEL = ModelSize(weights_bytes=0, kv_bytes_per_token=1, max_model_len=4096)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import shape
-from engine.virtual import Simulation
+from engine.sim.server import Simulation
 from loadgen.arrivals import Arrival, ClosedLoop, Constant, Poisson
 from loadgen.record import Records
 from loadgen.stats import Summary

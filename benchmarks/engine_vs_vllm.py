@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.bundled import fetch_bundled
+from engine.models.bundled import fetch_bundled
 from loadgen.arrivals import ClosedLoop
 from loadgen.target import OpenTarget
 from loadgen.targets.server import ServerTarget

@@ -29,8 +29,8 @@ import numpy as np
 from scipy.stats import spearmanr
 from scipy.stats.qmc import Sobol
 
-from engine.step_log import read_step_log, step_line
-from engine.step_times import StepSample, StepTimes
+from engine.sim.step_log import read_step_log, step_line
+from engine.sim.step_times import StepSample, StepTimes
 from loadgen.arrivals import Arrival, ClosedLoop, Poisson
 from loadgen.record import Records
 from loadgen.targets.server import ServerTarget

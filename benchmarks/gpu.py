@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from engine.kernels.base import AttentionShape
 from engine.kernels.cpu import Paged, TorchCache
-from engine.kernels.kv_format import KV_FORMATS
+from engine.kv.kv_format import KV_FORMATS
 
 PEAKS = {
     "H200": (989e12, 4.8e12),
@@ -388,7 +388,7 @@ def interpreted(*arguments: Any, **ignored: Any) -> Any:
 
 def run_engine(scale: Scale) -> list[dict[str, Any]]:
     if scale.device.type == "cuda":
-        from engine.bundled import fetch_bundled
+        from engine.models.bundled import fetch_bundled
 
         return engine_speed(scale, str(fetch_bundled()), {"dtype": "bfloat16"})
     import engine.runner

@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from engine.kernels.base import AttentionShape
 from engine.kernels.cpu import Paged, TorchCache
-from engine.kernels.kv_format import KV_FORMATS
+from engine.kv.kv_format import KV_FORMATS
 from engine.kernels.triton import activation, attention, norm, rejection, rope, sampling
 
 MANIFEST = Path(__file__).with_suffix(".json")

@@ -22,11 +22,11 @@ from typing import get_args
 import torch
 
 from benchmarks.teacher_forced import TeacherForced
-from engine.bundled import fetch_bundled
+from engine.models.bundled import fetch_bundled
 from engine.config import KVCacheDtype
 from engine.llm import LLM
 from engine.request import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.models.tokenizer import Tokenizer
 
 FORMATS = tuple(name for name in get_args(KVCacheDtype) if name not in ("bfloat16", "fp8"))
 ROOT = Path(__file__).parents[1]

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.shapes import SHAPES
-from engine.bundled import fetch_bundled
-from engine.calibrate import calibrate
+from engine.models.bundled import fetch_bundled
+from engine.sim.calibrate import calibrate
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
-from engine.devices import H100_SXM, roofline
-from engine.model_config import ModelConfig, load_model_config
+from engine.sim.devices import H100_SXM, roofline
+from engine.models.model_config import ModelConfig, load_model_config
 from engine.request import Request, SamplingParams
-from engine.simulate import Clock, ModelSize, SimulatedRunner, VirtualClock, WallClock
-from engine.step_times import StepTimes
+from engine.sim.simulate import Clock, ModelSize, SimulatedRunner, VirtualClock, WallClock
+from engine.sim.step_times import StepTimes
 
 BUNDLED = "bundled"
 H100 = "h100"

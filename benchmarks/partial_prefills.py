@@ -23,7 +23,7 @@ import numpy as np
 from benchmarks.laboratory import Setting, add_options, make_setting
 from engine.core import EngineCore
 from engine.request import SamplingParams
-from engine.simulate import TimedRequest, Timeline, drive
+from engine.sim.simulate import TimedRequest, Timeline, drive
 
 WAYS: dict[str, dict[str, int]] = {
     "any number (default)": {},

@@ -22,9 +22,9 @@ import numpy as np
 from benchmarks.laboratory import Setting, add_options, make_setting
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.lab.occupancy import Occupancy
+from engine.baselines.occupancy import Occupancy
 from engine.request import SamplingParams
-from engine.simulate import (
+from engine.sim.simulate import (
     ModelSize,
     SimulatedRunner,
     TimedRequest,
@@ -34,7 +34,7 @@ from engine.simulate import (
     own_prompt,
 )
 from engine.step import StepOutput, StepPlan
-from engine.step_times import StepTimes
+from engine.sim.step_times import StepTimes
 
 PHASES = ("static", "two-track", "unified")
 PARTS = ("picture", "online", "offline", "memory")

@@ -22,10 +22,10 @@ from pydoc_data.topics import topics
 import torch
 
 from benchmarks.teacher_forced import TeacherForced
-from engine.bundled import fetch_bundled
+from engine.models.bundled import fetch_bundled
 from engine.llm import LLM
 from engine.request import SamplingParams
-from engine.tokenizer import Tokenizer
+from engine.models.tokenizer import Tokenizer
 
 WINDOW = 1024
 METHODS = (None, "int8_per_channel")

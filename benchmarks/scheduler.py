@@ -88,7 +88,7 @@ class Ours(Side):
     def __init__(self) -> None:
         from engine.config import EngineConfig
         from engine.request import Request, SamplingParams
-        from engine.scheduler import UnifiedScheduler
+        from engine.scheduling.scheduler import UnifiedScheduler
         from engine.step import OneEach, StepResult
 
         self.name = "vtune"

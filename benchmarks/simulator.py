@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import engine.virtual
+import engine.sim.server
 from benchmarks.shapes import shape
 from engine.core import make_scheduler
 from loadgen.arrivals import Arrival, ClosedLoop, Constant, Poisson

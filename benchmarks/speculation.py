@@ -9,7 +9,7 @@
    repeats what it has been given (greedy) and for free text (temperature 1). ``pays to`` is the batch size at
    which the ratio, interpolated between those that were measured, falls below 1.
 
-``--eagle`` takes a head of ``python -m engine.spec.train_eagle``. Without ``--draft-model`` the served model
+``--eagle`` takes a head of ``python -m engine.training.train_eagle``. Without ``--draft-model`` the served model
 drafts for itself, which shows the machinery (every draft holds) and can never pay. Leave the machine alone
 meanwhile.
 """
@@ -30,7 +30,7 @@ from typing import Any
 
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.llm import LLM
-from engine.model import Decoder
+from engine.models.model import Decoder
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from engine.spec.proposer import Proposer, TargetStep

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from engine.bundled import fetch_bundled
+from engine.models.bundled import fetch_bundled
 from loadgen.targets.server import ServerTarget
 
 VTUNE = Path(sys.executable).with_name("vtune")

@@ -10,10 +10,10 @@ import torch
 
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
-from engine.kernels.kv_format import kv_format
-from engine.model import Workspace, attention_shape, layer_rope_tables, load_decoder
-from engine.model_config import load_model_config
-from engine.weights import open_checkpoint
+from engine.kv.kv_format import kv_format
+from engine.models.model import Workspace, attention_shape, layer_rope_tables, load_decoder
+from engine.models.model_config import load_model_config
+from engine.models.weights import open_checkpoint
 
 BLOCK = 16
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.tuner_noise import SCALE, TABLE_AXES, TABLE_SETTING
 from engine.config import GIB
-from engine.devices import DEVICES
+from engine.sim.devices import DEVICES
 from loadgen.targets.simulated import PREFIX, gpu_defaults
 from tuner.job import Job
 from servers.slo.objective import Slo, parse_slo

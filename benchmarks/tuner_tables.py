@@ -22,8 +22,8 @@ from benchmarks.shapes import SHAPES, shape
 from benchmarks.tuner_noise import TABLE
 from benchmarks.tuner_problems import CPU, MEASURED, THRESHOLD, Key, Problem, runs_out_of_memory
 from engine.step import StepOutput, StepPlan
-from engine.step_times import StepTimes
-from engine.virtual import SimulatedServer, Simulation
+from engine.sim.step_times import StepTimes
+from engine.sim.server import SimulatedServer, Simulation
 from loadgen.record import write_atomically
 from servers.slo.bounds import COUNTS, Bound
 from loadgen.targets.simulated import SimulatedTarget

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core import EngineCore
-from engine.metrics import PrometheusMetrics
+from engine.metrics.prometheus import PrometheusMetrics
 from engine.request import Request, SamplingParams
 from engine.step import StepPlan, StepResult
 

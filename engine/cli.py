@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from engine.serve_arguments import ServeCommand, normalize
-from engine.serve_command import HELP as SERVE_HELP
-from engine.serve_command import serve
+from engine.server.serve_arguments import ServeCommand, normalize
+from engine.server.serve_command import HELP as SERVE_HELP
+from engine.server.serve_command import serve
 
 EXPLAIN_HELP = """Show what the scheduler decides, step by step, with no model.
 
@@ -57,8 +57,8 @@ def explain(
     ] = ExplainFormat.table,
 ) -> None:
     """Run the scheduler on the requests and print its steps. See EXPLAIN_HELP."""
-    from engine.explain import explain as run
-    from engine.explain_input import ExplainError, load, read_config, read_requests
+    from engine.explain.explain import explain as run
+    from engine.explain.explain_input import ExplainError, load, read_config, read_requests
 
     try:
         if config == requests == "-":
@@ -72,7 +72,7 @@ def explain(
             for step in steps:
                 typer.echo(json.dumps(step.row(setup.speculative)))
         else:
-            from engine.explain_table import print_steps
+            from engine.explain.explain_table import print_steps
 
             print_steps(setup, steps, sys.stdout)
     except ExplainError as error:

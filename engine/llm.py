@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig, SpeculativeConfig, StructuredOutputsConfig
 from engine.core import EngineCore
-from engine.model_config import load_model_config
+from engine.models.model_config import load_model_config
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.step import RequestOutput, StepOutput, StepPlan, TokenLogprobs
-from engine.text_stream import TextStream
-from engine.tokenizer import Tokenizer
-from engine.weights import resolve_model
+from engine.server.text_stream import TextStream
+from engine.models.tokenizer import Tokenizer
+from engine.models.weights import resolve_model
 
 if TYPE_CHECKING:
     from engine.core import Runner

@@ -9,8 +9,8 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from engine.structured import Grammar
-    from engine.waiting import Gate
+    from engine.structured.grammars import Grammar
+    from engine.scheduling.waiting import Gate
 
 
 class Hasher(Protocol):

@@ -28,19 +28,19 @@ from engine.kernels.device import (
     warn_of_unused,
 )
 from engine.kernels.host import HostBlocks
-from engine.kernels.kv_format import kv_format
-from engine.kv_transfer import KVConnectorWorker
-from engine.lab.padding import padding_sequences
-from engine.model import TensorError, Workspace, attention_shape, layer_rope_tables, load_decoder
-from engine.model_config import ModelConfig, load_model_config
-from engine.model_error import ModelError
+from engine.kv.kv_format import kv_format
+from engine.kv.kv_transfer import KVConnectorWorker
+from engine.baselines.padding import padding_sequences
+from engine.models.model import TensorError, Workspace, attention_shape, layer_rope_tables, load_decoder
+from engine.models.model_config import ModelConfig, load_model_config
+from engine.models.model_error import ModelError
 from engine.request import Request
-from engine.sampler import Drawn, Sampler, SampleRow
+from engine.sampling.sampler import Drawn, Sampler, SampleRow
 from engine.spec.make import ProposerFactory, make_proposer
 from engine.spec.proposer import TargetStep
-from engine.spec.rejection import accept
+from engine.sampling.rejection import accept
 from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
-from engine.weights import open_checkpoint, resolve_model
+from engine.models.weights import open_checkpoint, resolve_model
 
 INPUT_BYTES = 64
 """Of a token's id, position and slot, in the widths that the kernels want them in."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 from engine.request import Request, RequestStatus
 
 if TYPE_CHECKING:
-    from engine.kv_transfer import KVTransfers
+    from engine.kv.kv_transfer import KVTransfers
 
 PLACEHOLDER_TOKEN_ID = -1
 """A draft nobody proposed: it pads a request that is admitted one token short. The runner must reject it."""
@@ -127,7 +127,7 @@ class Rows(Sequence[ScheduledRequest]):
 
 @dataclass(frozen=True, slots=True)
 class Cruise:
-    """Requests that decode one token each and have no row in the plan (see :mod:`engine.cruise`)."""
+    """Requests that decode one token each and have no row in the plan (see :mod:`engine.sim.fast_decode`)."""
 
     count: int = 0
     context: int = 0
@@ -145,7 +145,7 @@ class StepPlan:
 
     step: int
     scheduled: Sequence[ScheduledRequest]
-    """A :class:`Rows` where a :class:`~engine.scheduler.UnifiedScheduler` made it."""
+    """A :class:`Rows` where a :class:`~engine.scheduling.scheduler.UnifiedScheduler` made it."""
     token_budget: int
     """The budget the step began with, in tokens."""
     cruise: Cruise = AT_REST
@@ -307,7 +307,7 @@ class StepOutput:
     """What ``update`` reports to the outside, and the counts the metrics are made of."""
 
     outputs: Sequence[RequestOutput]
-    """An :class:`Outputs` where a :class:`~engine.scheduler.UnifiedScheduler` made it."""
+    """An :class:`Outputs` where a :class:`~engine.scheduling.scheduler.UnifiedScheduler` made it."""
     finished: tuple[Request, ...] = ()
     num_drafts: int = 0
     """Requests that verified drafts in this step."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from engine.kernels.kv_format import AUTO, KVFormat
+from engine.kv.kv_format import AUTO, KVFormat
 
 Int32 = NDArray[np.int32]
 

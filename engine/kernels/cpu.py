@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from engine.kernels.base import AttentionShape, Batch, Int32, Kernels, Linear
 from engine.kernels.int8 import Int8Linear
-from engine.kernels.kv_format import KVFormat
+from engine.kv.kv_format import KVFormat
 
 PACKED_ROWS = 64
 """Up to so many rows oneDNN multiplies faster with a weight that it reordered ahead (1.5x at 1-16 rows)."""

@@ -13,7 +13,7 @@ import torch
 
 from engine.config import GIB, ConfigError, EngineConfig
 from engine.kernels.base import Batch, Kernels
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
 
 CPU = torch.device("cpu")
 

@@ -17,12 +17,12 @@ import torch
 from engine.config import EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch, Linear
-from engine.model import Decoder, attention_shape, layer_rope_tables, load_layer
-from engine.model_config import ModelConfig
-from engine.model_error import ModelError
+from engine.models.model import Decoder, attention_shape, layer_rope_tables, load_layer
+from engine.models.model_config import ModelConfig
+from engine.models.model_error import ModelError
 from engine.spec.network import NetworkProposer, Span
 from engine.spec.proposer import TargetStep
-from engine.weights import SafetensorsCheckpoint, resolve_model
+from engine.models.weights import SafetensorsCheckpoint, resolve_model
 
 ARCHITECTURES = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 SHARED = ("embed_tokens.weight", "lm_head.weight")

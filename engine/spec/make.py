@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.config import EngineConfig
-from engine.model import Decoder
+from engine.models.model import Decoder
 from engine.spec.draft_model import DraftModelProposer
 from engine.spec.eagle import EagleProposer
 from engine.spec.ngram import NgramProposer

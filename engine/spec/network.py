@@ -13,9 +13,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.kernels.base import Batch, Int32
-from engine.model import Decoder, Workspace
+from engine.models.model import Decoder, Workspace
 from engine.request import Request, RequestStatus
-from engine.sampler import GREEDY_BELOW, Sampler
+from engine.sampling.sampler import GREEDY_BELOW, Sampler
 from engine.spec.proposer import Proposer, TargetStep
 
 TOKENS_AT_ONCE = 512

@@ -27,7 +27,7 @@ def count(model: str, flags: Mapping[str, Any], schedule: Schedule, steps_per_se
 
         from engine.config import ConfigError, EngineConfig
         from engine.llm import LLM
-        from engine.model_error import ModelError
+        from engine.models.model_error import ModelError
         from engine.request import SamplingParams
         from engine.runner import ModelRunner
     except ImportError as error:

@@ -20,7 +20,7 @@ class Shape:
 
 def shape_of(model: str) -> Shape | None:
     """Of a model whose config is on this machine; None for others, and for what the engine does not know."""
-    from engine.devices import Sizes, kv_bytes_per_token, layer_parameters
+    from engine.sim.devices import Sizes, kv_bytes_per_token, layer_parameters
 
     here = model if model == HERE or Path(model).exists() else _cached_config(model)
     try:

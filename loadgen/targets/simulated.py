@@ -20,9 +20,9 @@ from servers.flags.offered_flags import OfferedFlags
 from loadgen.workload import PlannedRequest, Schedule
 
 if TYPE_CHECKING:
-    from engine.model_config import ModelConfig
-    from engine.step_times import StepSample, StepTimes
-    from engine.virtual import SimulatedServer, Simulation
+    from engine.models.model_config import ModelConfig
+    from engine.sim.step_times import StepSample, StepTimes
+    from engine.sim.server import SimulatedServer, Simulation
     from loadgen.record import Records
     from loadgen.routing import Policy
     from loadgen.virtual_server import Answers
@@ -35,8 +35,8 @@ HERE = "bundled"
 
 def gpu_defaults(target: str) -> Mapping[str, int]:
     """Of ``simulated:h100`` and other GPUs, the flags whose defaults depend on the device; {} for others."""
-    from engine.devices import DEVICES
-    from engine.virtual import gpu_defaults as defaults
+    from engine.sim.devices import DEVICES
+    from engine.sim.server import gpu_defaults as defaults
 
     device = DEVICES.get(target.removeprefix(PREFIX)) if target.startswith(PREFIX) else None
     return defaults(device) if device else {}
@@ -90,14 +90,14 @@ class SimulatedTarget(Target):
 
     def offered_flags(self) -> OfferedFlags:
         """What a simulation heeds."""
-        from engine.virtual import KNOWN, WITHOUT_EFFECT
+        from engine.sim.server import KNOWN, WITHOUT_EFFECT
 
         return OfferedFlags(self.name, None, dict.fromkeys(sorted(KNOWN - WITHOUT_EFFECT), ()))
 
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenSimulation]:
         """Raises StartFailed: bad_flag, out_of_memory or kv_cache_too_small."""
-        from engine.virtual import SimulatedServer
+        from engine.sim.server import SimulatedServer
 
         try:
             simulation = self.simulation(config)
@@ -135,8 +135,8 @@ def sketched_target(
     ``flags``: of a config those that are simulated, with the size of the pool as
     ``num_gpu_blocks_override``.
     """
-    from engine.step_times import StepTimes
-    from engine.virtual import on_pool
+    from engine.sim.step_times import StepTimes
+    from engine.sim.server import on_pool
 
     times = StepTimes(**coefficients)
     return SimulatedTarget(name, name, simulate=lambda config: on_pool(times, max_model_len, flags(config)))
@@ -230,7 +230,7 @@ class _Door:
     def arrival(self, end: float) -> float:
         if not (delivery := self.server.times.delivery):
             return end
-        from engine.step_times import draw
+        from engine.sim.step_times import draw
 
         late = draw(delivery, self._outputs, self._chance) or 0.0
         self._arrived = max(self._arrived, end + late)
@@ -238,7 +238,7 @@ class _Door:
 
     def submit(self, request_id: str, token_ids: Sequence[int], planned: PlannedRequest, at: float) -> None:
         from engine.request import SamplingParams
-        from engine.simulate import TimedRequest
+        from engine.sim.simulate import TimedRequest
 
         room = self.server.max_model_len
         if len(token_ids) + planned.max_tokens > room:
@@ -289,10 +289,10 @@ class _Door:
 
 def read_model(name: str) -> ModelConfig:
     """Raises ValueError."""
-    from engine.bundled import FetchError
-    from engine.model_config import load_model_config
-    from engine.model_error import ModelError
-    from engine.weights import resolve_model
+    from engine.models.bundled import FetchError
+    from engine.models.model_config import load_model_config
+    from engine.models.model_error import ModelError
+    from engine.models.weights import resolve_model
 
     try:
         path = resolve_model(name)
@@ -317,9 +317,9 @@ def _maker(
     acceptance: float | None,
     calibrating: Callable[[str], None] | None,
 ) -> Callable[[Mapping[str, Any]], Simulation]:
-    from engine.devices import DEVICES
-    from engine.step_times import StepTimes
-    from engine.virtual import on_device, on_times
+    from engine.sim.devices import DEVICES
+    from engine.sim.step_times import StepTimes
+    from engine.sim.server import on_device, on_times
 
     if device in DEVICES:
         return lambda flags: on_device(model, DEVICES[device], flags, acceptance)
@@ -340,8 +340,8 @@ def _maker(
 
 def _measured(calibrating: Callable[[str], None] | None) -> StepTimes:
     """The bundled model's step times on this machine: from the cache, or measured and put there."""
-    from engine.bundled import cache_dir
-    from engine.step_times import StepTimes
+    from engine.models.bundled import cache_dir
+    from engine.sim.step_times import StepTimes
     from loadgen.record import write_atomically
 
     saved = cache_dir() / f"step-times-{platform.node()}.json"
@@ -362,7 +362,7 @@ def measure_steps() -> tuple[list[StepSample], list[Records]]:
 
     Raises ValueError where the ``engine`` extra is missing, or the server fails.
     """
-    from engine.step_log import read_step_log
+    from engine.sim.step_log import read_step_log
     from loadgen import calibration
     from loadgen.targets.server import ServerTarget
 
@@ -385,7 +385,7 @@ def measure_steps() -> tuple[list[StepSample], list[Records]]:
 
 def fit_steps(samples: Sequence[StepSample], runs: Sequence[Records]) -> StepTimes:
     """The step times that explain what was measured."""
-    from engine.step_times import fit_step_times, grouped
+    from engine.sim.step_times import fit_step_times, grouped
     from loadgen import calibration
 
     entry, entry_per_token = calibration.entry(runs)

@@ -7,7 +7,7 @@ from typing import Any
 
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.request import Request, SamplingParams
-from engine.scheduler import UnifiedScheduler
+from engine.scheduling.scheduler import UnifiedScheduler
 from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, StepOutput, StepPlan, StepResult
 
 Emit = Callable[[Request, Sequence[int]], list[int]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.blocks import BlockPool
+from engine.kv.blocks import BlockPool
 
 
 def hashed(pool: BlockPool, name: bytes) -> int:

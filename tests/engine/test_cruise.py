@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-import engine.virtual
+import engine.sim.server
 from engine.config import EngineConfig
 from engine.core import make_scheduler
-from engine.cruise import CruisingScheduler
+from engine.sim.fast_decode import CruisingScheduler
 from engine.request import Request, SamplingParams
-from engine.simulate import ModelSize, SimulatedRunner, TimedRequest
+from engine.sim.simulate import ModelSize, SimulatedRunner, TimedRequest
 from engine.step import OneEach, StepResult
-from engine.step_times import StepTimes
-from engine.virtual import SimulatedServer, Simulation
+from engine.sim.step_times import StepTimes
+from engine.sim.server import SimulatedServer, Simulation
 
 TIMES = StepTimes(
     host=0.003, host_per_sequence=1e-4, launch=0.002, weights=0.01, per_token=3e-4, per_row=7e-6,

@@ -16,9 +16,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 import engine.cli
-from engine.explain import ExplainedStep, explain
-from engine.explain_input import read_config, read_requests
-from engine.explain_table import budget_bar, describe_events, describe_share
+from engine.explain.explain import ExplainedStep, explain
+from engine.explain.explain_input import read_config, read_requests
+from engine.explain.explain_table import budget_bar, describe_events, describe_share
 from engine.step import AdmissionStop
 
 app = typer.Typer()

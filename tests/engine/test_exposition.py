@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from engine.exposition import Exposition
-from engine.metrics import PrometheusMetrics
-from engine.stats import FinishedStats, StepStats
+from engine.metrics.exposition import Exposition
+from engine.metrics.prometheus import PrometheusMetrics
+from engine.metrics.stats import FinishedStats, StepStats
 
 ABSENT = re.compile(r"(# (HELP|TYPE) )?(process_\w+|[\w:]+_created)[ {]")
 FINISHED = FinishedStats(

@@ -17,10 +17,10 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 
 from engine.config import EngineConfig
 from engine.llm import LLM
-from engine.model_error import ModelError
+from engine.models.model_error import ModelError
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
-from engine.tokenizer import (
+from engine.models.tokenizer import (
     ChatTemplateError,
     IncrementalDetokenizer,
     NoTokenizerError,

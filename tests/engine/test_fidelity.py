@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from reference_model import Reference
 
-from engine.bundled import FetchError, fetch_bundled
+from engine.models.bundled import FetchError, fetch_bundled
 from engine.llm import LLM, Completion
 from engine.request import SamplingParams
 from engine.step import StepOutput, StepPlan

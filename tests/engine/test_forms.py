@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.fields import Fields, RequestError
-from engine.forms import MAX_CHOICES, MAX_FORM, parse_form
+from engine.server.fields import Fields, RequestError
+from engine.server.structured_params import MAX_CHOICES, MAX_FORM, parse_form
 from engine.request import StructuredOutputsParams
 
 

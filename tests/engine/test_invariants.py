@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from reference_kv import ReferenceKV
 from scheduler_lab import Lab, shares
 
-from engine.kv_loading import KVLoading
+from engine.kv.kv_loading import KVLoading
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.step import StepPlan
 

@@ -14,8 +14,8 @@ from engine.kernels.base import AttentionShape, Batch, Kernels
 from engine.kernels.cpu import TorchKernels
 from engine.kernels.native import NativeKernels, NativeUnavailable
 from engine.kernels.native_library import load_library
-from engine.model import rope_tables
-from engine.rope import RopeConfig
+from engine.models.model import rope_tables
+from engine.models.rope import RopeConfig
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 SHAPES = {  # heads, KV heads, head_dim, block size

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.config import GIB, ConfigError, EngineConfig
-from engine.kv_cache import KVCacheManager, MemoryPlan, plan_memory
+from engine.kv.kv_cache import KVCacheManager, MemoryPlan, plan_memory
 from engine.request import Request, SamplingParams
 
 MIB = 1 << 20

@@ -15,11 +15,11 @@ from tiny_llama import write_config
 from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
 from engine.kernels.host import HostBlocks
-from engine.kv_offload import HostOffload
-from engine.kv_transfer import KVConnectorWorker, KVLoad
+from engine.kv.kv_offload import HostOffload
+from engine.kv.kv_transfer import KVConnectorWorker, KVLoad
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.runner import ModelRunner
-from engine.scheduler import UnifiedScheduler
+from engine.scheduling.scheduler import UnifiedScheduler
 from engine.step import AdmissionStop, StepPlan
 
 PROMPT = list(range(100, 113))  # three full blocks of 4, and one token

@@ -11,7 +11,7 @@ from scheduler_lab import ShadowKV, shares
 
 from engine.config import ConfigError, EngineConfig
 from engine.core import Scheduler, make_scheduler
-from engine.lab.two_track import TwoTrackScheduler
+from engine.baselines.two_track import TwoTrackScheduler
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.step import AdmissionStop, StepOutput, StepPlan, StepResult
 

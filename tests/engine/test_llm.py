@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_llama import VOCAB, save_tiny_llama
 
-from engine.bundled import FetchError, fetch_bundled
+from engine.models.bundled import FetchError, fetch_bundled
 from engine.config import ConfigError
 from engine.llm import LLM
 from engine.request import SamplingParams

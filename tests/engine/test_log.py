@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from engine.log import StatLogger
-from engine.stats import StepStats
+from engine.metrics.log import StatLogger
+from engine.metrics.stats import StepStats
 
 
 class Clock:

@@ -13,9 +13,9 @@ from serving_kit import HashRunner
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.metrics import PrometheusMetrics, token_buckets
+from engine.metrics.prometheus import PrometheusMetrics, token_buckets
 from engine.request import Request, RequestStatus, SamplingParams
-from engine.stats import FinishedStats, StepStats
+from engine.metrics.stats import FinishedStats, StepStats
 from engine.step import StepPlan, StepResult
 
 SCRAPES = Path(__file__).parents[2].parent / "shared" / "scrapes"

@@ -14,9 +14,9 @@ from engine.kernels.base import AttentionShape, Batch, Kernels
 from engine.kernels.cpu import TorchKernels
 from engine.kernels.int8 import Int8Linear, quantise_rows
 from engine.kernels.native import NativeKernels, NativeLinear, NativeUnavailable, supports
-from engine.model import Decoder, Workspace, attention_shape, layer_rope_tables, load_decoder
-from engine.model_config import load_model_config
-from engine.weights import open_checkpoint
+from engine.models.model import Decoder, Workspace, attention_shape, layer_rope_tables, load_decoder
+from engine.models.model_config import load_model_config
+from engine.models.weights import open_checkpoint
 
 SHAPE = AttentionShape(1, 1, 32, 16, 1.0)
 TABLES = torch.ones(4, 16), torch.zeros(4, 16)

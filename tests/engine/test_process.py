@@ -14,7 +14,7 @@ import pytest
 from serving_kit import make_model, process_alive
 
 from engine.config import EngineConfig
-from engine.process import EngineDeadError, EngineInfo, EngineProcess, EngineStartError, Stepped
+from engine.server.process import EngineDeadError, EngineInfo, EngineProcess, EngineStartError, Stepped
 from engine.request import Request, RequestStatus, SamplingParams
 
 

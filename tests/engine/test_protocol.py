@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.fields import RequestError, parse_json
-from engine.protocol import ChatRequest, CompletionRequest
+from engine.server.fields import RequestError, parse_json
+from engine.server.protocol import ChatRequest, CompletionRequest
 
 CONFIG = EngineConfig(max_model_len=100)
 

@@ -11,9 +11,9 @@ import uvicorn
 from starlette.requests import Request
 from uvicorn.server import ServerState
 
-from engine import asgi
-from engine.fields import RequestError
-from engine.punctual import HEAD_SECONDS, PunctualProtocol
+from engine.server import asgi
+from engine.server.fields import RequestError
+from engine.server.header_timeout import HEAD_SECONDS, PunctualProtocol
 
 
 class Timer:

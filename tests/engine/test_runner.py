@@ -13,7 +13,7 @@ from tiny_llama import VOCAB, make_request, run_step, save_tiny_llama, write_con
 
 from engine.config import ConfigError, EngineConfig, SpeculativeConfig
 from engine.kernels.native import NativeKernels, NativeUnavailable, load_library
-from engine.model_error import ModelError
+from engine.models.model_error import ModelError
 from engine.runner import ModelRunner
 from engine.step import PLACEHOLDER_TOKEN_ID, StepResult
 

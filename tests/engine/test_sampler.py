@@ -11,7 +11,7 @@ from sampling_definition import kept_by_definition
 from scipy.stats import chisquare
 
 from engine.request import Request, SamplingParams
-from engine.sampler import CANDIDATES, ROWS_AT_ONCE, Sampler, SampleRow, seeded_uniform
+from engine.sampling.sampler import CANDIDATES, ROWS_AT_ONCE, Sampler, SampleRow, seeded_uniform
 
 VOCAB = 200
 

@@ -19,7 +19,7 @@ from engine.config import ConfigError, EngineConfig, SpeculativeConfig
 from engine.core import EngineCore
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.runner import ModelRunner
-from engine.scheduler import UnifiedScheduler
+from engine.scheduling.scheduler import UnifiedScheduler
 from engine.step import PLACEHOLDER_TOKEN_ID, ScheduledRequest, StepPlan, StepResult
 
 

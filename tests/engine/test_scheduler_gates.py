@@ -7,7 +7,7 @@ from scheduler_lab import Lab, shares
 
 from engine.request import RequestStatus
 from engine.step import AdmissionStop
-from engine.waiting import Gate, GateError
+from engine.scheduling.waiting import Gate, GateError
 
 
 class Door(Gate):

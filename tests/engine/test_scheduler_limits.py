@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from scheduler_lab import Lab, shares
 from test_invariants import Run, Spec, configs, many, without_aborts, workloads
 
-from engine.budget import StepBudget
+from engine.scheduling.budget import StepBudget
 from engine.config import ConfigError, EngineConfig, SpeculativeConfig
-from engine.explain import explain
-from engine.explain_input import read_config, read_requests
+from engine.explain.explain import explain
+from engine.explain.explain_input import read_config, read_requests
 from engine.request import RequestStatus
-from engine.scheduler import UnifiedScheduler
+from engine.scheduling.scheduler import UnifiedScheduler
 from engine.step import PLACEHOLDER_TOKEN_ID, AdmissionStop, StepPlan
 
 DRAFT_MODEL = SpeculativeConfig(method="draft_model", model="draft", num_speculative_tokens=3)

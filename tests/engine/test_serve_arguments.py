@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from engine.serve_arguments import join_dotted, normalize, spread_lists
+from engine.server.serve_arguments import join_dotted, normalize, spread_lists
 
 JSON = {"--speculative-config"}
 LISTS = {"--served-model-name", "--api-key"}

@@ -11,9 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-import engine.server
+import engine.server.server
 from engine.config import EngineConfig, SpeculativeConfig
-from engine.serve_command import parse_bytes, parse_count
+from engine.server.serve_command import parse_bytes, parse_count
 from vtune_cli import app
 
 
@@ -151,7 +151,7 @@ def test_refusals(started: list[tuple[Any, ...]], line: list[str], words: str) -
 
 def test_the_http_side_does_without_torch() -> None:
     """It has to be up by the time the engine is; and two copies of torch are one too many."""
-    probe = "import sys, engine.service; print(*{'torch', 'transformers', 'fastapi'} & set(sys.modules))"
+    probe = "import sys, engine.server.service; print(*{'torch', 'transformers', 'fastapi'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

@@ -10,7 +10,7 @@ import pytest
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.core import EngineCore
 from engine.request import RequestStatus, SamplingParams
-from engine.simulate import (
+from engine.sim.simulate import (
     EOS_TOKEN_ID,
     ModelSize,
     SimulatedRunner,
@@ -23,7 +23,7 @@ from engine.simulate import (
     own_prompt,
 )
 from engine.step import StepOutput, StepPlan
-from engine.step_times import StepTimes
+from engine.sim.step_times import StepTimes
 
 SIZE = ModelSize(weights_bytes=0, kv_bytes_per_token=1, max_model_len=256)
 SECOND = StepTimes(launch=1.0)

@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 
 from engine.config import SpeculativeConfig
 from engine.spec.ngram import NgramProposer
-from engine.spec.rejection import accept
+from engine.sampling.rejection import accept
 
 
 def proposer(k: int, low: int, high: int, max_model_len: int = 1000) -> NgramProposer:

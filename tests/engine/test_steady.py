@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_lab import Lab
 
-import engine.scheduler
-from engine.kv_cache import KVCacheManager
+import engine.scheduling.scheduler
+from engine.kv.kv_cache import KVCacheManager
 from engine.request import Request, RequestStatus, SamplingParams
-from engine.steady import append_tokens, drop_ended, plan_decodes, plan_decodes_ahead
+from engine.scheduling.decode_fast_path import append_tokens, drop_ended, plan_decodes, plan_decodes_ahead
 from engine.step import OneEach, Rows, StepPlan, StepResult, TokenLogprobs
 
 EOS, STOP = 1, 3

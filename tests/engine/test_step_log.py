@@ -10,9 +10,9 @@ import pytest
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import Request, SamplingParams
-from engine.simulate import ModelSize, SimulatedRunner, VirtualClock
-from engine.step_log import StepLog, read_step_log
-from engine.step_times import StepLoad, StepTimes
+from engine.sim.simulate import ModelSize, SimulatedRunner, VirtualClock
+from engine.sim.step_log import StepLog, read_step_log
+from engine.sim.step_times import StepLoad, StepTimes
 
 TIMES = StepTimes(host=0.25, launch=0.5, per_token=0.125)
 FLAGS: dict[str, Any] = {

@@ -14,7 +14,7 @@ from engine.config import ConfigError, EngineConfig, StructuredOutputsConfig
 from engine.core import EngineCore
 from engine.request import Request, RequestStatus, SamplingParams, StructuredOutputsParams
 from engine.step import StepPlan, StepResult
-from engine.structured import MAX_KEPT, Grammar, GrammarError, Grammars, LLGuidance
+from engine.structured.grammars import MAX_KEPT, Grammar, GrammarError, Grammars, LLGuidance
 
 ANYTHING = StructuredOutputsParams(regex=".*")
 

@@ -14,7 +14,7 @@ import openai
 import pytest
 from serving_kit import HTTP, Server, make_model, serving
 
-from engine.bundled import FetchError, fetch_bundled
+from engine.models.bundled import FetchError, fetch_bundled
 from engine.llm import LLM, Completion
 from engine.request import SamplingParams, StructuredOutputsParams
 

@@ -7,8 +7,8 @@ from serving_kit import EOS, make_model
 
 from engine.request import RequestStatus, SamplingParams
 from engine.step import RequestOutput, TokenLogprobs
-from engine.text_stream import Piece, TextStream
-from engine.tokenizer import Tokenizer
+from engine.server.text_stream import Piece, TextStream
+from engine.models.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine.bundled import FetchError, fetch_bundled
-from engine.model_error import ModelError
-from engine.tokenizer import ChatTemplateError, IncrementalDetokenizer, Tokenizer
+from engine.models.bundled import FetchError, fetch_bundled
+from engine.models.model_error import ModelError
+from engine.models.tokenizer import ChatTemplateError, IncrementalDetokenizer, Tokenizer
 
 TEXTS = [
     "Hello, world!",
@@ -63,8 +63,8 @@ def test_equals_transformers(bundled: Path, tokenizer: Tokenizer) -> None:
 
 def test_transformers_and_torch_are_not_imported() -> None:
     code = (
-        "import sys; from engine.tokenizer import Tokenizer; from engine.bundled import fetch_bundled;"
-        "from engine.model_config import load_model_config;"
+        "import sys; from engine.models.tokenizer import Tokenizer; from engine.models.bundled import fetch_bundled;"
+        "from engine.models.model_config import load_model_config;"
         "path = fetch_bundled(); t = Tokenizer.load(path); t.encode('x'); load_model_config(path);"
         "t.apply_chat_template([{'role': 'user', 'content': 'x'}]);"
         "print([m for m in ('torch', 'transformers', 'gguf') if m in sys.modules])"

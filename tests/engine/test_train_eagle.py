@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_llama import save_tiny_llama
 
-from engine.bundled import FetchError, fetch_bundled
-from engine.spec.train_eagle import main, prompts
+from engine.models.bundled import FetchError, fetch_bundled
+from engine.training.train_eagle import main, prompts
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from triton_batches import Problem, make_problem
 from triton_interpreter import attention
 
 from engine.kernels.base import AttentionShape
-from engine.kernels.kv_format import KV_FORMATS
+from engine.kv.kv_format import KV_FORMATS
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 SHAPES = {  # heads, KV heads, head_dim, block size

@@ -8,7 +8,7 @@ from triton_interpreter import activation, norm, quantise, rope
 
 from engine.kernels.base import AttentionShape
 from engine.kernels.cpu import Paged, TorchCache
-from engine.kernels.kv_format import KV_FORMATS, KVFormat
+from engine.kv.kv_format import KV_FORMATS, KVFormat
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])

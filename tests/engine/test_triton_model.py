@@ -19,7 +19,7 @@ from engine.kernels.cpu import TorchKernels
 from engine.kernels.device import idle_batch
 from engine.kernels.triton.graphs import Launch
 from engine.runner import ModelRunner
-from engine.sampler import Drawn, SampleRow
+from engine.sampling.sampler import Drawn, SampleRow
 
 CPU = torch.device("cpu")
 Factory = Callable[..., Kernels]

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from engine.request import Request, SamplingParams
-from engine.waiting import WaitingQueue, make_queue
+from engine.scheduling.waiting import WaitingQueue, make_queue
 
 
 def request(name: str, priority: int = 0, arrival: float = 0.0) -> Request:

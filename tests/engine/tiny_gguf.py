@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.gguf_checkpoint import _LAYER_NAMES
+from engine.models.gguf_checkpoint import _LAYER_NAMES
 
 TOKENS = [
     "<|endoftext|>",

@@ -14,7 +14,7 @@ import llama_8b
 import pytest
 from typer.testing import CliRunner
 
-import engine.virtual
+import engine.sim.server
 import vtune_cli
 from engine.core import make_scheduler
 from loadgen.arrivals import ClosedLoop, Poisson

@@ -271,9 +271,9 @@ def test_stamps_under_a_clock_that_jumps(jumping_clock):
 
 
 LABELS = {
-    "engine/responses.py": "the created field of an answer",
-    "engine/api.py": "the created field of the models",
-    "engine/chat_template.py": "a template asks for the date",
+    "engine/server/responses.py": "the created field of an answer",
+    "engine/server/api.py": "the created field of the models",
+    "engine/models/chat_template.py": "a template asks for the date",
     "loadgen/clock.py": "read once, moved by the monotonic clock",
     "loadgen/client.py": "when a run began",
     "loadgen/proxy.py": "when a request came; intervals are monotonic",

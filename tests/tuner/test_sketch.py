@@ -15,7 +15,7 @@ import pytest
 from analytic_target import AnalyticTarget
 from llama_8b import CONFIG
 
-from engine.step_times import StepTimes
+from engine.sim.step_times import StepTimes
 from loadgen.targets.model_shape import Shape, shape_of
 from loadgen.targets.simulated import SimulatedTarget
 from loadgen.workload import Length, RequestClass, Workload

@@ -19,7 +19,7 @@ PATIENCE_SECONDS = 240.0
 """Of a machine that is busy with other things."""
 PRELOADED = (
     "vtune_cli", "tuner.command", "alembic.command", "alembic.context", "optuna.storages._rdb.models",
-    "engine.virtual", "plotly.graph_objects",
+    "engine.sim.server", "plotly.graph_objects",
 )  # fmt: skip
 """What a study imports: 1.5 s of every process."""
 SERVER = multiprocessing.get_context("forkserver")

@@ -93,7 +93,7 @@ class NoSketch(ValueError):
 
 @dataclass(frozen=True)
 class Sketch:
-    """``coefficients``: seconds, by the names of ``engine.step_times.StepTimes``."""
+    """``coefficients``: seconds, by the names of ``engine.sim.step_times.StepTimes``."""
 
     coefficients: Mapping[str, float]
     baseline: Config

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.kernels.kv_format import KVFormat
+from engine.kv.kv_format import KVFormat
 
 CODES = {torch.int8: 1, torch.float8_e4m3fn: 2, torch.float8_e5m2: 3}
 """How a cache stores numbers: the constexpr ``KV`` of the kernels; 0: in a type that needs no conversion."""

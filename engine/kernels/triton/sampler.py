@@ -9,7 +9,7 @@ import torch
 
 from engine.kernels.triton.rejection import Drafts, reject
 from engine.kernels.triton.sampling import Draws, sample
-from engine.sampler import GREEDY_BELOW, Sampler, SampleRow
+from engine.sampling.sampler import GREEDY_BELOW, Sampler, SampleRow
 
 SEEDS = 1 << 63
 

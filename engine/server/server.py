@@ -1,0 +1,118 @@
+"""``vtune serve``: takes the port, starts the engine process, and then everything that answers HTTP.
+
+In this order, so that a wrong flag or port fails at once, and both processes get ready at the same time:
+:mod:`engine.server.service`, heavy to import, is imported while the engine loads its model.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NoReturn
+
+from engine.metrics import log
+from engine.models.bundled import FetchError
+from engine.config import EngineConfig
+from engine.models.model_error import ModelError
+from engine.server.process import EngineProcess, EngineStartError
+from engine.models.weights import resolve_model
+
+logger = logging.getLogger("vtune.server")
+
+
+class ServeError(Exception):
+    """The server cannot start. The message says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What concerns HTTP and not the engine."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    access_log: bool = True
+    prompt_tokens_details: bool = False
+    """Usage tells how many tokens of the prompts came out of the prefix cache."""
+    per_request_metrics: bool = False
+    """Answers tell how long the engine took for them."""
+
+
+@dataclass(frozen=True)
+class ModelPaths:
+    """Where the model and its tokenizer are on disk."""
+
+    model: Path
+    tokenizer: Path
+    load_format: str
+
+
+def serve(config: EngineConfig, options: ServerOptions, non_default: Mapping[str, Any]) -> int:
+    """Serve until a signal, or the engine's death. Returns the exit code; raises ServeError.
+
+    ``non_default`` is what the user asked for, for the log.
+    """
+    log.configure("APIServer")
+    signal.signal(signal.SIGTERM, _leave)
+    logger.info(f"vtune version {version('vtune-llm')}, model {config.model}")
+    logger.info(f"non-default args: {dict(non_default)}")
+    listener = _bind(options)
+    process = None
+    try:
+        paths = _resolve(config)
+        process = EngineProcess(config)
+        from engine.server.service import run_service
+
+        return run_service(process, paths, listener, options)
+    except (ModelError, FetchError) as error:
+        raise ServeError(str(error)) from None
+    except EngineStartError as error:
+        if error.expected:
+            raise ServeError(str(error)) from None
+        logger.error(f"the engine did not start: {error}")
+        return 1
+    except OSError as error:
+        raise ServeError(str(error)) from None
+    finally:
+        if process is not None:
+            process.close()
+        listener.close()
+
+
+def _resolve(config: EngineConfig) -> ModelPaths:
+    """Find the model before two processes look for it. Raises ModelError or FetchError."""
+    model = resolve_model(config.model, logger.info)
+    tokenizer = resolve_model(config.tokenizer, logger.info) if config.tokenizer else model
+    return ModelPaths(model, tokenizer, config.load_format)
+
+
+def _bind(options: ServerOptions) -> socket.socket:
+    """Take the port before anything slow is done. Raises ServeError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except (OSError, ValueError, OverflowError) as error:
+        raise cannot_listen(options.host, options.port, error) from None
+    return listener
+
+
+def cannot_listen(host: str, port: int, error: Exception) -> ServeError:
+    reason = error.strerror if isinstance(error, OSError) else error
+    return ServeError(
+        f"cannot listen on {host}:{port}: {reason}. Choose another --port, or stop the server that has it."
+    )
+
+
+def _leave(signum: int, frame: object) -> NoReturn:
+    """SIGTERM before the event loop runs: leave through the finally clauses."""
+    sys.exit(0)

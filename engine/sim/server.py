@@ -1,0 +1,340 @@
+"""A server that is only simulated: from the flags that one would start it with to an engine in virtual time.
+
+The scheduler, the block pool and the metrics are the real ones. What its steps take, and how much memory it
+has, is estimated from a data sheet (:func:`on_device`) or given as measured (:func:`on_times`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from engine.config import GIB, ConfigError, EngineConfig, SpeculativeConfig
+from engine.core import EngineCore, Scheduler, make_scheduler
+from engine.sim.fast_decode import CruisingScheduler
+from engine.sim.devices import Device, Sizes, kv_bytes_per_token, layer_parameters, roofline
+from engine.metrics.exposition import Exposition
+from engine.metrics.prometheus import PrometheusMetrics
+from engine.models.model_config import ModelConfig
+from engine.request import RequestStatus
+from engine.sim.simulate import TOKEN_ID, ModelSize, SimulatedRunner, TimedRequest, VirtualClock
+from engine.metrics.stats import FinishedStats
+from engine.step import Outputs
+from engine.sim.step_times import StepLoad, StepTimes
+
+RESERVED = GIB
+"""Of a GPU's memory, for its context, communicators and captured graphs; an assumption."""
+LOGIT_BYTES = 4
+ACCEPTANCE = 0.6
+"""Chance that a draft is accepted if those before it were; an assumption where nobody says."""
+_WITHOUT_EFFECT = """
+allowed_headers allowed_methods allowed_origins api_key chat_template code_revision
+disable_access_log_for_endpoints disable_log_requests disable_log_stats disable_uvicorn_access_log
+download_dir enable_auto_tool_choice enable_log_requests enable_per_request_metrics
+enable_prompt_tokens_details enable_request_id_headers generation_config hf_token host load_format log_level
+max_log_len model override_generation_config port reasoning_parser response_role revision root_path seed
+served_model_name tokenizer tokenizer_mode tokenizer_revision tool_call_parser trust_remote_code uds
+uvicorn_log_level cudagraph_capture_sizes max_cudagraph_capture_size enforce_eager api_server_count
+distributed_executor_backend structured_outputs_config kv_offloading_backend prefix_caching_hash_algo
+"""
+WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
+"""Flags that change neither a simulated step nor the memory."""
+KNOWN = frozenset(field.name for field in fields(EngineConfig)) | {"tensor_parallel_size"}
+GPU_WEIGHTS: Mapping[Any, int] = {None: 2, "fp8": 1}
+GPU_DTYPES = ("auto", "bfloat16", "float16", "half")
+GPU_KV: Mapping[str, int] = {"auto": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Everything that a simulated server is made of. ``assumed``: what nobody has measured, for people."""
+
+    config: EngineConfig
+    size: ModelSize
+    times: StepTimes
+    assumed: tuple[str, ...] = ()
+    acceptance: float = ACCEPTANCE
+
+
+def gpu_defaults(device: Device) -> dict[str, int]:
+    """The flags of ``vllm serve`` whose defaults depend on the device."""
+    if device.large:
+        return {"max_num_batched_tokens": 8192, "max_num_seqs": 1024}
+    return {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
+
+
+def on_device(
+    model: ModelConfig, device: Device, flags: Mapping[str, Any], acceptance: float | None = None
+) -> Simulation:
+    """A vLLM of these flags (names of vLLM, snake case) with its defaults on GPUs, by the data sheet.
+
+    Raises ConfigError for a flag that is wrong, or that is not simulated.
+    """
+    given = _without_idle(flags)
+    count = _count(given.pop("tensor_parallel_size", 1), model)
+    sizes = Sizes(
+        weights=_bytes("quantization", given.pop("quantization", None), GPU_WEIGHTS),
+        kv=_bytes("kv_cache_dtype", given.get("kv_cache_dtype", "auto"), GPU_KV),
+    )
+    _bytes("dtype", given.pop("dtype", "auto"), dict.fromkeys(GPU_DTYPES, 2))
+    hidden = given.pop("async_scheduling", True)
+    config = _config(
+        {
+            **gpu_defaults(device),
+            "device_memory": device.memory_bytes,
+            **given,
+        }
+    )
+    times = roofline(model, device, block_size=config.block_size, sizes=sizes, tensor_parallel_size=count)
+    if hidden:
+        share = 1 - times.overlap
+        times = replace(times, host=share * times.host, host_per_sequence=share * times.host_per_sequence)
+    assumed = (
+        f"kernels reach {device.attainable:.0%} of the peaks of the data sheet",
+        f"{device.host * 1e3:g} ms of host time a step and {device.host_per_sequence * 1e6:g} µs a sequence"
+        + (", half of it beside the step before (async scheduling)" if hidden else ""),
+        f"{device.launch * 1e3:g} ms to launch a step",
+        f"{RESERVED / GIB:g} GiB for context, communicators and graphs",
+        "no time in the API server",
+        *([f"{device.all_reduce * 1e6:g} µs to begin a sum over devices"] if count > 1 else ()),
+        *(["layers with a window attend to everything"] if any(k.window for k in model.kinds) else ()),
+        *_about_drafts(config, acceptance),
+    )
+    size = _size_on(model, sizes, count, config)
+    return _checked(config, size, times, assumed, acceptance)
+
+
+def on_times(
+    model: ModelConfig, times: StepTimes, flags: Mapping[str, Any], acceptance: float | None = None
+) -> Simulation:
+    """The bundled engine of these flags, with step times that were measured. Raises ConfigError."""
+    given = _without_idle(flags)
+    _bytes("tensor_parallel_size", given.pop("tensor_parallel_size", 1), {1: 1})
+    config = _config(given)
+    size = ModelSize.of(model, max_num_batched_tokens=config.max_num_batched_tokens)
+    silent = () if times.entry else ("no time in the API server",)
+    drawn = ("how long steps take, and how late tokens come, is drawn from what was measured",)
+    assumed = (*silent, *(drawn if times.spread else ()), *_about_drafts(config, acceptance))
+    return _checked(config, size, times, assumed, acceptance)
+
+
+def on_pool(times: StepTimes, max_model_len: int, flags: Mapping[str, Any]) -> Simulation:
+    """A server of which nothing is known but what its steps take and its KV pool, which is given as
+    ``num_gpu_blocks_override``. Raises ConfigError."""
+    size = ModelSize(weights_bytes=0, kv_bytes_per_token=1, max_model_len=max_model_len)
+    return _checked(_config(flags), size, times, (), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a step put out: ``outputs``, and a token for each of ``cruising`` requests."""
+
+    outputs: Outputs
+    cruising: int
+    joined: Sequence[str]
+    """Who cruises from the next step on: a token in each step, without an output, until it leaves."""
+    left: Sequence[str]
+    """Who does so no more from this step on."""
+
+
+class SimulatedServer:
+    """The engine of a :class:`Simulation`, with the metrics of every second of its virtual time.
+
+    Who drives it adds requests and lets it step; ``now`` is the end of the step before. Raises ConfigError
+    where the memory does not hold one request of full length.
+    """
+
+    def __init__(self, simulation: Simulation, name: str = "simulated", number: int = 0) -> None:
+        self._clock = VirtualClock()
+        self.times = simulation.times
+        config = simulation.config
+        runner = SimulatedRunner(
+            simulation.size,
+            simulation.times,
+            self._clock,
+            num_speculative_tokens=config.num_speculative_tokens,
+            acceptance=simulation.acceptance,
+            seed=number,
+        )
+        self.core = EngineCore(config, runner, self._clock, schedulers=_make_scheduler)
+        self._runner = runner
+        self._cruising = self.core.scheduler if isinstance(self.core.scheduler, CruisingScheduler) else None
+        self._unchanged = False
+        """Nobody has come or gone since the last step."""
+        plan = self.core.memory_plan
+        self.max_model_len = plan.max_model_len
+        self.scrapes: list[tuple[float, str]] = []
+        """(second, text of the metrics), each second."""
+        self.finished: dict[str, FinishedStats] = {}
+        """What the engine knows of requests that have ended, by id; for the driver to take out."""
+        self._metrics = PrometheusMetrics(
+            name,
+            max_model_len=plan.max_model_len,
+            num_speculative_tokens=config.num_speculative_tokens,
+            kv_connector=config.kv_offloading_size is not None,
+            cache_info={
+                "block_size": config.block_size,
+                "cache_dtype": config.kv_cache_dtype,
+                "enable_prefix_caching": config.enable_prefix_caching,
+                "gpu_memory_utilization": config.gpu_memory_utilization,
+                "num_gpu_blocks": plan.num_blocks,
+                "num_gpu_blocks_override": config.num_gpu_blocks_override,
+            },
+        )
+        self._exposition = Exposition(self._metrics.families)
+
+    @property
+    def now(self) -> float:
+        return self._clock()
+
+    @property
+    def busy(self) -> bool:
+        return self.core.has_unfinished
+
+    def add(self, request: TimedRequest) -> None:
+        """Raises ValueError for one that is too long."""
+        if not self.busy:
+            self._scrape_before(request.arrival)
+            self._clock.advance_to(request.arrival)
+        self._unchanged = False
+        self.core.add(request.make())
+
+    def abort(self, request_id: str) -> None:
+        self._unchanged = False
+        self.core.abort([request_id], RequestStatus.FINISHED_ABORTED)
+        self._metrics.record(self.core.stats)
+
+    def step(self) -> Delivery:
+        """One step of the engine; what it put out is there at ``now``."""
+        plan, output = self.core.step()
+        self._scrape_before(self.now)
+        self._metrics.record(self.core.stats)
+        for finished in self.core.stats.finished:
+            self.finished[finished.request_id] = finished
+        self._unchanged = True
+        joined = self._cruising.cohort.joined if self._cruising else ()
+        return Delivery(Outputs.of(output.outputs), plan.cruise.count, joined, plan.cruise.left)
+
+    def cruise(self, before: float) -> list[float]:
+        """Steps that begin before that moment, up to the first in which somebody does more than cruise.
+        Returns when each ended; none is as good as any."""
+        ends: list[float] = []
+        scheduler, runner, observer = self._cruising, self._runner, self.core.metrics
+        if scheduler is None or not self._unchanged:
+            return ends
+        latencies: list[float] = []
+        usage = scheduler.kv_usage
+
+        def record() -> None:
+            if latencies:
+                self._metrics.record_decodes(scheduler.num_running, latencies, usage)
+                latencies.clear()
+
+        while self.now < before and (cruise := scheduler.cruise()):
+            runner.decode(StepLoad.of_decodes(cruise.count, cruise.context))
+            if self.now > len(self.scrapes):
+                record()
+                self._scrape_before(self.now)
+            latencies.append(observer.cruised())
+            usage = scheduler.kv_usage
+            ends.append(self.now)
+        record()
+        return ends
+
+    def idle_until(self, moment: float) -> None:
+        """Nothing happens up to ``moment``, but for scrapes."""
+        self._scrape_before(moment)
+        self._clock.advance_to(moment)
+
+    def scrape(self) -> str:
+        """The metrics now, without those of this process and this day."""
+        return self._exposition.render()
+
+    def _scrape_before(self, moment: float) -> None:
+        while (due := float(len(self.scrapes))) < moment:
+            self.scrapes.append((due, self.scrape()))
+
+
+def _make_scheduler(config: EngineConfig, num_blocks: int, num_host_blocks: int) -> Scheduler:
+    """One that lets requests cruise, where it can."""
+    plain = config.scheduler == "unified" and not num_host_blocks
+    if plain and not (config.num_speculative_tokens or config.async_scheduling):
+        return CruisingScheduler(config, num_blocks, token=TOKEN_ID)
+    return make_scheduler(config, num_blocks, num_host_blocks)
+
+
+def _without_idle(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises ConfigError for a flag that is not simulated."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    for name in sorted(set(given) - KNOWN - WITHOUT_EFFECT):
+        if given[name] not in (False, 0, 1):  # e.g. --pipeline-parallel-size 1
+            raise ConfigError(name, given[name], "it is not simulated", "drop the flag")
+    return {name: value for name, value in given.items() if name in KNOWN - WITHOUT_EFFECT}
+
+
+def _config(flags: Mapping[str, Any]) -> EngineConfig:
+    speculation = flags.get("speculative_config")
+    if speculation is not None:
+        parsed = SpeculativeConfig.parse(speculation)
+        if parsed.uses_model:
+            rule = "what a draft model takes is not known here"
+            raise ConfigError(
+                "speculative_config", f"method={parsed.method}", rule, "simulate ngram or suffix"
+            )
+        flags = {**flags, "speculative_config": parsed}
+    return EngineConfig(**flags)
+
+
+def _checked(
+    config: EngineConfig,
+    size: ModelSize,
+    times: StepTimes,
+    assumed: Sequence[str],
+    acceptance: float | None,
+) -> Simulation:
+    longest = size.max_model_len
+    if config.max_model_len is not None and config.max_model_len > longest:
+        rule = f"the model was made for at most {longest} tokens"
+        raise ConfigError("max_model_len", config.max_model_len, rule, f"lower it to {longest}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a budget that cannot be used up is nothing to print in each trial
+        config = config.resolved(longest)
+        config.validate()
+    chance = ACCEPTANCE if acceptance is None else acceptance
+    return Simulation(config, size, times, tuple(assumed), chance)
+
+
+def _size_on(model: ModelConfig, sizes: Sizes, count: int, config: EngineConfig) -> ModelSize:
+    """What one of ``count`` devices holds. The activations are the widest layer's, and the logits."""
+    layers = layer_parameters(model)
+    weights = layers * sizes.weights + (model.num_parameters - layers) * 2
+    widest = 2 * model.intermediate_size // count + 4 * model.hidden_size
+    logits = min(config.max_num_seqs, config.max_num_batched_tokens) * model.vocab_size * LOGIT_BYTES
+    return ModelSize(
+        weights_bytes=weights // count,
+        kv_bytes_per_token=kv_bytes_per_token(model, sizes, count),
+        max_model_len=model.max_position_embeddings,
+        activation_bytes=config.max_num_batched_tokens * widest * 2 + logits + RESERVED,
+    )
+
+
+def _about_drafts(config: EngineConfig, acceptance: float | None) -> tuple[str, ...]:
+    if config.speculative_config is None or acceptance is not None:
+        return ()
+    return (f"a draft is accepted with a chance of {ACCEPTANCE:.0%}",)
+
+
+def _count(value: Any, model: ModelConfig) -> int:
+    if not isinstance(value, int) or value < 1 or model.num_heads % value:
+        rule = f"must divide the model's {model.num_heads} attention heads"
+        raise ConfigError("tensor_parallel_size", value, rule, "e.g. 1, 2 or 4")
+    return value
+
+
+def _bytes(flag: str, value: Any, known: Mapping[Any, int]) -> int:
+    if value not in known:
+        words = ", ".join(str(name) for name in known if name is not None)
+        raise ConfigError(flag, value, f"is not simulated; {words} can be", "drop the flag")
+    return known[value]
