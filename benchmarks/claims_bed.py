@@ -12,11 +12,11 @@ from typing import Any
 
 from benchmarks.shapes import shape
 from engine.sim.server import Simulation
-from loadgen.arrivals import Arrival, ClosedLoop, Constant, Poisson
-from loadgen.record import Records
-from loadgen.stats import Summary
+from loadgen.plan.arrivals import Arrival, ClosedLoop, Constant, Poisson
+from loadgen.measure.record import Records
+from loadgen.measure.stats import Summary
 from loadgen.targets.simulated import SimulatedTarget
-from loadgen.workload import Length, PlannedRequest, RequestClass, Schedule, Workload, schedule_hash
+from loadgen.plan.workload import Length, PlannedRequest, RequestClass, Schedule, Workload, schedule_hash
 
 Flags = Mapping[str, Any]
 REQUESTS = 1500

@@ -19,7 +19,7 @@ from doctor.playbook import Playbook, Remedy, load_all
 from doctor.proof import SCHEMA as PROOF
 from doctor.proof import label
 from doctor.standing import FILE, NOT_VERIFIED, SCHEMA, fingerprint
-from loadgen.record import write_atomically
+from loadgen.measure.record import write_atomically
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "cures.md"

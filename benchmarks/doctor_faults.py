@@ -34,7 +34,7 @@ from doctor.experiment_target import Stage, opened
 from servers.metrics.exposition import record
 from doctor.finding import Finding
 from doctor.sources import PrometheusSource, Scrapes
-from loadgen.record import Records
+from loadgen.measure.record import Records
 
 EVERY_S = 15
 CASES = (*FAULTS, *CONTROLS)

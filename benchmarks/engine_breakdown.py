@@ -29,8 +29,8 @@ from engine.core import EngineCore
 from engine.kernels.native import NativeLayers
 from engine.kernels.native_library import Spent
 from engine.request import Request, SamplingParams
-from loadgen.arrivals import ClosedLoop
-from loadgen.workload import preset
+from loadgen.plan.arrivals import ClosedLoop
+from loadgen.plan.workload import preset
 
 PROMPT, OUTPUT = 256, 64
 COLUMNS = (

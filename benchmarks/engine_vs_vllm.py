@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.models.bundled import fetch_bundled
-from loadgen.arrivals import ClosedLoop
+from loadgen.plan.arrivals import ClosedLoop
 from loadgen.target import OpenTarget
 from loadgen.targets.server import ServerTarget
-from loadgen.workload import preset
+from loadgen.plan.workload import preset
 
 METRICS = ("throughput", "ttft_p50", "tpot_p50", "itl_p99")
 FLAGS = {"max_model_len": 4096}

@@ -31,11 +31,11 @@ from scipy.stats.qmc import Sobol
 
 from engine.sim.step_log import read_step_log, step_line
 from engine.sim.step_times import StepSample, StepTimes
-from loadgen.arrivals import Arrival, ClosedLoop, Poisson
-from loadgen.record import Records
+from loadgen.plan.arrivals import Arrival, ClosedLoop, Poisson
+from loadgen.measure.record import Records
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import SimulatedTarget, fit_steps, measure_steps
-from loadgen.workload import Length, RequestClass, Schedule, Workload
+from loadgen.plan.workload import Length, RequestClass, Schedule, Workload
 
 SERVERS = ((256, 16), (2048, 32))
 REPEATED = (512, 8)

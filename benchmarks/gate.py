@@ -22,12 +22,12 @@ from typing import Literal
 
 import numpy as np
 
-from loadgen.arrivals import ClosedLoop
+from loadgen.plan.arrivals import ClosedLoop
 from loadgen.compare import Comparison, Pair, compare_runs
-from loadgen.record import Records, RequestRecord
+from loadgen.measure.record import Records, RequestRecord
 from loadgen.target import OpenTarget
 from loadgen.targets.server import ServerTarget
-from loadgen.workload import Length, RequestClass, Schedule, Workload
+from loadgen.plan.workload import Length, RequestClass, Schedule, Workload
 
 FLAGS = {
     "max_model_len": 512,

@@ -22,10 +22,10 @@ from typing import cast
 
 import numpy as np
 
-from loadgen.driver import drive, event_loop
-from loadgen.http1 import build_request, decode
-from loadgen.sse import events
-from loadgen.wire import End, Endpoint, Exchange, WireLog, WirePlan, WireRequest
+from loadgen.wire.driver import drive, event_loop
+from loadgen.wire.http1 import build_request, decode
+from loadgen.wire.sse import events
+from loadgen.wire.messages import End, Endpoint, Exchange, WireLog, WirePlan, WireRequest
 
 SECOND = 1_000_000_000
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

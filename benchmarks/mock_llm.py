@@ -22,7 +22,7 @@ from time import monotonic_ns
 from typing import cast
 from urllib.request import urlopen
 
-from loadgen.driver import event_loop
+from loadgen.wire.driver import event_loop
 
 MODEL = "mock"
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"

@@ -15,11 +15,11 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks.mock_llm import MODEL
-from loadgen.driver import drive
-from loadgen.http1 import build_request, decode
-from loadgen.record import Records
-from loadgen.sse import events
-from loadgen.wire import Endpoint, Exchange, WirePlan, WireRequest
+from loadgen.wire.driver import drive
+from loadgen.wire.http1 import build_request, decode
+from loadgen.measure.record import Records
+from loadgen.wire.sse import events
+from loadgen.wire.messages import Endpoint, Exchange, WirePlan, WireRequest
 
 SECOND = 1_000_000_000
 

@@ -27,10 +27,10 @@ from pathlib import Path
 import engine.sim.server
 from benchmarks.shapes import shape
 from engine.core import make_scheduler
-from loadgen.arrivals import Arrival, ClosedLoop, Constant, Poisson
-from loadgen.record import Records
+from loadgen.plan.arrivals import Arrival, ClosedLoop, Constant, Poisson
+from loadgen.measure.record import Records
 from loadgen.targets.simulated import SimulatedTarget
-from loadgen.workload import Length, RequestClass, Schedule, Workload, preset
+from loadgen.plan.workload import Length, RequestClass, Schedule, Workload, preset
 
 CONTEXT = 32_768
 BUDGET = 8192

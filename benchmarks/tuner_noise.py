@@ -25,11 +25,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from loadgen.record import write_atomically
+from loadgen.measure.record import write_atomically
 from servers.slo.bounds import COUNTS
 from loadgen.target import OpenTarget
 from loadgen.targets.server import ServerTarget
-from loadgen.workload import DEFAULT_VOCAB_SIZE, preset
+from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, preset
 from tuner.runs.load import Load, span
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading, without_nan

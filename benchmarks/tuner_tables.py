@@ -24,10 +24,10 @@ from benchmarks.tuner_problems import CPU, MEASURED, THRESHOLD, Key, Problem, ru
 from engine.step import StepOutput, StepPlan
 from engine.sim.step_times import StepTimes
 from engine.sim.server import SimulatedServer, Simulation
-from loadgen.record import write_atomically
+from loadgen.measure.record import write_atomically
 from servers.slo.bounds import COUNTS, Bound
 from loadgen.targets.simulated import SimulatedTarget
-from loadgen.workload import DEFAULT_VOCAB_SIZE, preset
+from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, preset
 from tuner.runs.load import Load, span
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading

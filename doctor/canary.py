@@ -22,7 +22,7 @@ from loadgen.target import Target
 from loadgen.targets.either import EitherTarget
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import PREFIX, SimulatedTarget
-from loadgen.workload import Schedule
+from loadgen.plan.workload import Schedule
 
 SCHEMA = "vtune.canary/1"
 _DEFAULT_CONTEXT = 4096

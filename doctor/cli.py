@@ -15,7 +15,7 @@ from doctor.export_cli import export_app
 from doctor.options import LogIn, assumptions, choose_source, stop
 from doctor.playbook_cli import playbook_app
 from doctor.verify_cli import verify_command
-from loadgen.options import with_options
+from loadgen.commands.options import with_options
 
 if TYPE_CHECKING:
     from doctor.finding import Diagnosis

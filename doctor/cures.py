@@ -20,8 +20,8 @@ from doctor.playbook import Playbook
 from doctor.proof import SCHEMA, Proof
 from doctor.standing import fingerprint
 from doctor.verify import Terms, engine_version, promised, prove
-from loadgen import typed
-from loadgen.record import write_atomically
+from loadgen.measure import typed
+from loadgen.measure.record import write_atomically
 from loadgen.target import TargetFailed
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from doctor.options import LogIn, stop
-from loadgen.options import with_options
+from loadgen.commands.options import with_options
 
 if TYPE_CHECKING:
     from doctor.diff import Side

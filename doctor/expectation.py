@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import stdtrit
 
-from loadgen.paired import floor_of, paired_effect
+from loadgen.measure.paired import floor_of, paired_effect
 
 Outcome = Literal["met", "missed", "open", "allowed"]
 """``open``: the interval decides neither way. ``allowed``: nothing was promised."""

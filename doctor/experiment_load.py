@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from doctor.experiment import Stream
-from loadgen.arrivals import Constant, Poisson
-from loadgen.workload import DEFAULT_VOCAB_SIZE, PlannedRequest, PromptSource, Schedule, schedule_hash, warm
+from loadgen.plan.arrivals import Constant, Poisson
+from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, PlannedRequest, PromptSource, Schedule, schedule_hash, warm
 
 STAGGER = 0.02
 """Seconds between the first requests of two clients: a crowd at one instant is a symptom of its own."""

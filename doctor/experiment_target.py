@@ -19,9 +19,9 @@ from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import SimulatedTarget, gpu_defaults
 
 if TYPE_CHECKING:
-    from loadgen.record import Records
-    from loadgen.routing import Policy
-    from loadgen.workload import Schedule
+    from loadgen.measure.record import Records
+    from loadgen.sim.routing import Policy
+    from loadgen.plan.workload import Schedule
 
 BUNDLED_SHAPE = "135m"
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{)?", re.MULTILINE)

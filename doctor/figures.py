@@ -11,8 +11,8 @@ from servers.reading import Number
 from doctor.signals import SIGNALS
 from doctor.sources import Scrapes, SourceError
 from loadgen.compare import Comparison, Pair, split_metric
-from loadgen.record import Records
-from loadgen.stats import METRICS, RATES
+from loadgen.measure.record import Records
+from loadgen.measure.stats import METRICS, RATES
 
 CLIENT_NAMES: Mapping[str, str] = {"generation_rate": "throughput"}
 """Signals of the server that a client measures better, by the client's name for it."""

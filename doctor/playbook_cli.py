@@ -105,7 +105,7 @@ def run_playbook(
     from doctor.period import seconds as read_seconds
     from doctor.verify import Interrupted, Terms
     from loadgen.target import TargetFailed
-    from loadgen.terminal import check_writable, interruptible
+    from loadgen.output.terminal import check_writable, interruptible
 
     if bool(identities) == all_of_them:
         end_with("name playbooks, or give --all")

@@ -18,7 +18,7 @@ from doctor.evaluators import Evaluator, ScrapeEvaluator, Span
 from servers.metrics.exposition import ExpositionError, Recording, read_series_text, record, split_scrapes
 from doctor.period import Period
 from doctor.promql import PromQL
-from loadgen.clock import UnixClock
+from loadgen.measure.clock import UnixClock
 
 TIMEOUT_S = 10.0
 QUERY_TIMEOUT_S = 30.0

@@ -21,8 +21,8 @@ from doctor.sources import Scrapes
 from doctor.standing import fingerprint
 from loadgen.compare import Comparison, compare
 from servers.flags.command import render
-from loadgen.record import Records
-from loadgen.workload import Schedule
+from loadgen.measure.record import Records
+from loadgen.plan.workload import Schedule
 
 _SYMPTOM_SEED = 0
 Tell = Callable[[str], None]

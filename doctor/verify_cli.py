@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from doctor.options import stop as end_with
-from loadgen.options import Load, with_options
-from loadgen.terminal import FAILED, INCONCLUSIVE, INTERRUPTED, INVALID, check_writable, interruptible
+from loadgen.commands.options import Load, with_options
+from loadgen.output.terminal import FAILED, INCONCLUSIVE, INTERRUPTED, INVALID, check_writable, interruptible
 
 if TYPE_CHECKING:
     from doctor.canary import Canary
@@ -106,7 +106,7 @@ def verify_command(
 
 
 def _write(canary: Canary, out: Path) -> None:
-    from loadgen.record import write_atomically
+    from loadgen.measure.record import write_atomically
 
     try:
         write_atomically(out / "canary.json", [json.dumps(canary.to_json(), indent=2), "\n"])

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import loadgen.compare_command
-import loadgen.counters_command
-import loadgen.record_command
-import loadgen.simulate_command
-import loadgen.sweep_command
-import loadgen.trace_command
-from loadgen.options import Connection, Load, with_options
-from loadgen.terminal import (
+import loadgen.commands.compare_command
+import loadgen.commands.counters_command
+import loadgen.commands.record_command
+import loadgen.commands.simulate_command
+import loadgen.commands.sweep_command
+import loadgen.commands.trace_command
+from loadgen.commands.options import Connection, Load, with_options
+from loadgen.output.terminal import (
     FAILED,
     INTERRUPTED,
     INVALID,
@@ -30,7 +30,7 @@ from loadgen.terminal import (
 )
 
 if TYPE_CHECKING:
-    from loadgen.record import Records
+    from loadgen.measure.record import Records
     from servers.slo.bounds import Bound
 
 
@@ -146,7 +146,7 @@ def report(
 
     Exit codes: 0 printed, 1 a bound of --slo is missed, 2 no saved run.
     """
-    from loadgen.record import Records, RecordsError
+    from loadgen.measure.record import Records, RecordsError
     from servers.slo.bounds import SloError, parse_bounds
 
     try:
@@ -173,7 +173,7 @@ def _write(
     json_file: Path | None,
     html_file: Path | None,
 ) -> None:
-    from loadgen.record import write_atomically
+    from loadgen.measure.record import write_atomically
 
     pages = [html_file] if html_file else []
     try:
@@ -186,7 +186,7 @@ def _write(
                 write_atomically(out / name, [_formatted(records, bounds, format), "\n"])
             pages.append(out / "report.html")
         if pages:
-            from loadgen.html import html
+            from loadgen.output.html import html
 
             page = html(records)
             for path in pages:
@@ -197,8 +197,8 @@ def _write(
 
 def _print(records: Records, bounds: Sequence[Bound], format: RunFormat) -> bool:
     """Whether a bound is missed."""
-    from loadgen.exports import run_cases
-    from loadgen.report import print_report
+    from loadgen.output.exports import run_cases
+    from loadgen.output.report import print_report
 
     cases = list(run_cases(records, bounds)) if bounds else []
     try:
@@ -215,7 +215,8 @@ def _print(records: Records, bounds: Sequence[Bound], format: RunFormat) -> bool
 
 def _formatted(records: Records, bounds: Sequence[Bound], format: RunFormat) -> str:
     """One of the formats that are no tables for a terminal."""
-    from loadgen import exports, report
+    from loadgen.output import exports
+    from loadgen.output import report
 
     match format:
         case RunFormat.MARKDOWN:

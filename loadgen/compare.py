@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from loadgen.paired import Effect, Verdict, floor_of, holm, judge, overall, paired_effect, rises
-from loadgen.record import Records
-from loadgen.stats import RATES, Bound, Summary
+from loadgen.measure.paired import Effect, Verdict, floor_of, holm, judge, overall, paired_effect, rises
+from loadgen.measure.record import Records
+from loadgen.measure.stats import RATES, Bound, Summary
 from loadgen.target import OpenTarget, Target, TargetFailed
-from loadgen.workload import Schedule
+from loadgen.plan.workload import Schedule
 
 SCHEMA = "vtune.comparison/1"
 COUNTS = ("failed", "backlog")

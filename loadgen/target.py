@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from loadgen.record import Records
+    from loadgen.measure.record import Records
     from servers.flags.offered_flags import OfferedFlags
-    from loadgen.workload import Schedule
+    from loadgen.plan.workload import Schedule
 
 CLIENT_KILLED = "client_killed"
 ENVIRONMENTAL = frozenset(
@@ -96,7 +96,7 @@ class OpenTarget(ABC):
         """Warm up, send the schedule, and return what was measured, with the metrics of every second.
 
         ``stop`` ends the load early and keeps what was measured. ``timeout`` and ``drain`` are those of
-        ``loadgen.client``. Raises RunFailed when the server ends meanwhile.
+        ``loadgen.wire.client``. Raises RunFailed when the server ends meanwhile.
         """
 
     @abstractmethod

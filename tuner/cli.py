@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from loadgen.options import OptionError, with_options
+from loadgen.commands.options import OptionError, with_options
 from tuner.options import Replay
 
 MAX_SEED = (1 << 31) - 1

@@ -16,13 +16,13 @@ from typing import Any
 import optuna
 from rich.console import Console
 
-from loadgen.arrivals import ArrivalError
+from loadgen.plan.arrivals import ArrivalError
 from servers.flags.command import FlagError, ServerCommand, parse_command
 from servers.slo.bounds import SloError
 from loadgen.targets.simulated import PREFIX, gpu_defaults
-from loadgen.workload import PRESETS as WORKLOADS
-from loadgen.workload import WorkloadError
-from loadgen.workload_file import is_file, read_workload
+from loadgen.plan.workload import PRESETS as WORKLOADS
+from loadgen.plan.workload import WorkloadError
+from loadgen.plan.workload_file import is_file, read_workload
 from tuner.display import Terminal, make_observer
 from tuner.interrupts import Interrupts
 from tuner.job import DEFAULT_BUDGET, DEFAULT_RUN_SECONDS, DEFAULT_SIMULATED_BUDGET, Job, JobError

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.wire import Progress
+from loadgen.wire.messages import Progress
 from tuner.budget import format_seconds
 from tuner.observer import Observer
 from tuner.runs.result import TrialResult

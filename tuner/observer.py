@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.wire import Progress
+from loadgen.wire.messages import Progress
 from tuner.runs.result import TrialResult
 
 

@@ -8,9 +8,9 @@ from functools import cached_property
 
 from loadgen.target import OpenTarget
 from servers.flags.offered_flags import OfferedFlags
-from loadgen.traces import Trace
-from loadgen.workload import DEFAULT_VOCAB_SIZE, Workload
-from loadgen.workload_file import workload_of
+from loadgen.plan.traces import Trace
+from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, Workload
+from loadgen.plan.workload_file import workload_of
 from tuner.job import DEFAULT_RUN_SECONDS, Job
 from tuner.options import Replay
 from tuner.runs.load import Load, Traffic

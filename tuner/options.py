@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from loadgen.options import Dequantize, OptionError, Oversized, Recorded
+from loadgen.commands.options import Dequantize, OptionError, Oversized, Recorded
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from servers.flags.defaults import Engine
-from loadgen.probe import Unreachable
-from loadgen.record import Records
+from loadgen.wire.probe import Unreachable
+from loadgen.measure.record import Records
 from servers.slo.bounds import Bound
 from loadgen.target import CLIENT_KILLED, OpenTarget, Target, TargetFailed
-from loadgen.wire import Progress
-from loadgen.workload import Schedule
+from loadgen.wire.messages import Progress
+from loadgen.plan.workload import Schedule
 from tuner.interrupts import Interrupts
 from tuner.observer import Observer
 from tuner.runs.findings import examine

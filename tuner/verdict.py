@@ -13,7 +13,7 @@ from typing import Any, Self
 import optuna
 from rich.console import Console
 
-from loadgen.record import write_atomically
+from loadgen.measure.record import write_atomically
 from loadgen.target import Target
 from tuner.loads import Advice, compare_loads
 from tuner.optimize import Optimizer

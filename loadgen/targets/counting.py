@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from loadgen.counters import Counters, CountersError
-from loadgen.processor import processor
-from loadgen.workload import Schedule
+from loadgen.measure.counters import Counters, CountersError
+from loadgen.measure.processor import processor
+from loadgen.plan.workload import Schedule
 
 if TYPE_CHECKING:
     from engine.step import StepOutput, StepPlan

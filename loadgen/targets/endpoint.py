@@ -18,8 +18,8 @@ from loadgen.targets.process import ServerProcess
 from loadgen.targets.scraper import Scraper, scrape
 
 if TYPE_CHECKING:
-    from loadgen.record import Records
-    from loadgen.workload import Schedule
+    from loadgen.measure.record import Records
+    from loadgen.plan.workload import Schedule
 
 _WATCH_SECONDS = 0.2
 _EXIT_SECONDS = 5.0
@@ -48,8 +48,8 @@ class OpenServer(OpenTarget):
         timeout: float = 600.0,
         drain: float | None = None,
     ) -> Records:
-        from loadgen.client import Unreachable, run_schedule
-        from loadgen.worker import WorkerDied
+        from loadgen.wire.client import Unreachable, run_schedule
+        from loadgen.wire.worker import WorkerDied
 
         ended = threading.Event()
 

@@ -8,7 +8,7 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.probe import MAX_ANSWER, Url
+from loadgen.wire.probe import MAX_ANSWER, Url
 
 
 class NoAnswer(Exception):

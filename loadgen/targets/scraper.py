@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from loadgen.clock import UnixClock
+from loadgen.measure.clock import UnixClock
 from loadgen.targets.http import Http, NoAnswer
 
 SCRAPE_SECONDS = 1.0

@@ -17,16 +17,16 @@ from typing import TYPE_CHECKING, Any
 from servers.flags.command import render
 from loadgen.target import OpenTarget, StartFailed, Target, TargetFailed
 from servers.flags.offered_flags import OfferedFlags
-from loadgen.workload import PlannedRequest, Schedule
+from loadgen.plan.workload import PlannedRequest, Schedule
 
 if TYPE_CHECKING:
     from engine.models.model_config import ModelConfig
     from engine.sim.step_times import StepSample, StepTimes
     from engine.sim.server import SimulatedServer, Simulation
-    from loadgen.record import Records
-    from loadgen.routing import Policy
-    from loadgen.virtual_server import Answers
-    from loadgen.wire import Progress
+    from loadgen.measure.record import Records
+    from loadgen.sim.routing import Policy
+    from loadgen.sim.virtual_server import Answers
+    from loadgen.wire.messages import Progress
 
 PREFIX = "simulated:"
 HERE = "bundled"
@@ -161,8 +161,8 @@ class OpenSimulation(OpenTarget):
         timeout: float = 600.0,
         drain: float | None = None,
     ) -> Records:
-        from loadgen.routing import make_route
-        from loadgen.virtual import VirtualClient, records_of, warm_up
+        from loadgen.sim.routing import make_route
+        from loadgen.sim.virtual import VirtualClient, records_of, warm_up
 
         began = max(door.now for door in self._doors)
         name = f"{self._runs}-"
@@ -250,7 +250,7 @@ class _Door:
         self.server.add(TimedRequest(request_id, at, token_ids, sampling, planned.priority))
 
     def step(self) -> Answers:
-        from loadgen.virtual_server import Answer, Answers
+        from loadgen.sim.virtual_server import Answer, Answers
 
         delivery = self.server.step()
         outputs, others = delivery.outputs, {}
@@ -280,7 +280,7 @@ class _Door:
 
     def scrapes_since(self, start: float) -> tuple[tuple[int, str], ...]:
         """(unix ms, text): the last one before ``start``, those of every second since, and one of now."""
-        from loadgen.virtual import START_UNIX_MS
+        from loadgen.sim.virtual import START_UNIX_MS
 
         whole = [*self.server.scrapes, (self.now, self.server.scrape())]
         first = max((n for n, (at, _) in enumerate(whole) if at <= start), default=0)
@@ -342,7 +342,7 @@ def _measured(calibrating: Callable[[str], None] | None) -> StepTimes:
     """The bundled model's step times on this machine: from the cache, or measured and put there."""
     from engine.models.bundled import cache_dir
     from engine.sim.step_times import StepTimes
-    from loadgen.record import write_atomically
+    from loadgen.measure.record import write_atomically
 
     saved = cache_dir() / f"step-times-{platform.node()}.json"
     if saved.is_file():
@@ -363,7 +363,7 @@ def measure_steps() -> tuple[list[StepSample], list[Records]]:
     Raises ValueError where the ``engine`` extra is missing, or the server fails.
     """
     from engine.sim.step_log import read_step_log
-    from loadgen import calibration
+    from loadgen.sim import calibration
     from loadgen.targets.server import ServerTarget
 
     with tempfile.TemporaryDirectory(prefix="vtune-steps-") as folder:
@@ -386,7 +386,7 @@ def measure_steps() -> tuple[list[StepSample], list[Records]]:
 def fit_steps(samples: Sequence[StepSample], runs: Sequence[Records]) -> StepTimes:
     """The step times that explain what was measured."""
     from engine.sim.step_times import fit_step_times, grouped
-    from loadgen import calibration
+    from loadgen.sim import calibration
 
     entry, entry_per_token = calibration.entry(runs)
     late = calibration.delivery(runs, [(sample.load.rows, sample.ended) for sample in samples])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from servers.slo.bounds import LATENCIES, PER_REQUEST, Bound, family_of, name_of, parse_bounds
-from loadgen.stats import DEFINITIONS
+from loadgen.measure.stats import DEFINITIONS
 
 Measure = Callable[[str, str | None], float]
 """(metric name, class or None) -> value in seconds or per second; NaN where there is none."""

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import gate
 from loadgen.compare import Pair
-from loadgen.record import ClientStats, Failure, Records, RequestRecord
+from loadgen.measure.record import ClientStats, Failure, Records, RequestRecord
 
 MS = 1_000_000
 

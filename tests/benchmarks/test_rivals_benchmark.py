@@ -11,7 +11,7 @@ import pytest
 from benchmarks.mock_llm import Mock, mock
 from benchmarks.rival_tools import TOOLS, Load, Streams, VllmBench, stamped
 from benchmarks.rivals import judged, lateness
-from loadgen.arrivals import Constant, Gamma, Poisson
+from loadgen.plan.arrivals import Constant, Gamma, Poisson
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ from live_prometheus import await_first_scrape, needs_prometheus, prometheus
 
 from doctor.diagnose import Diagnosis, diagnose
 from doctor.sources import PrometheusSource, Scrapes
-from loadgen.arrivals import ClosedLoop
+from loadgen.plan.arrivals import ClosedLoop
 from loadgen.targets.server import ServerTarget
-from loadgen.wire import Progress
-from loadgen.workload import preset
+from loadgen.wire.messages import Progress
+from loadgen.plan.workload import preset
 
 pytest.importorskip("torch", reason="the bundled engine needs the engine extra")
 

@@ -18,9 +18,9 @@ from doctor.experiment import (
 from doctor.experiment_load import describe, schedule
 from doctor.experiment_target import fleet_scrapes
 from doctor.playbook import load_all, parse_playbook
-from loadgen.record import Records
+from loadgen.measure.record import Records
 from loadgen.targets.simulated import SimulatedTarget
-from loadgen.workload import Schedule
+from loadgen.plan.workload import Schedule
 
 CHAT = {"name": "chat", "clients": 2, "prompt": 64, "output": [8, 16]}
 PLAIN: dict[str, Any] = {"engine": {"max_num_seqs": 2}, "load": [CHAT]}

@@ -10,9 +10,9 @@ from llama_8b import CONFIG
 
 from doctor.diagnose import diagnose
 from doctor.sources import Scrapes
-from loadgen.arrivals import Poisson
+from loadgen.plan.arrivals import Poisson
 from loadgen.targets.simulated import SimulatedTarget
-from loadgen.workload import preset
+from loadgen.plan.workload import preset
 
 
 @pytest.mark.parametrize(("seqs", "found"), [(8, True), (256, False)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from loadgen.record import ClientStats, Failure, Records, RequestRecord
+from loadgen.measure.record import ClientStats, Failure, Records, RequestRecord
 
 MS = 1_000_000
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from loadgen.arrivals import Arrival, ArrivalError, ClosedLoop, Constant, Gamma, Poisson, Ramp
+from loadgen.plan.arrivals import Arrival, ArrivalError, ClosedLoop, Constant, Gamma, Poisson, Ramp
 
 COUNT = 5000
 

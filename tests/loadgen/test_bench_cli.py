@@ -14,7 +14,7 @@ import pytest
 from mock_sse_server import MockServer, running
 from typer.testing import CliRunner
 
-from loadgen.record import Records
+from loadgen.measure.record import Records
 from vtune_cli import app
 
 FAST = ["--workload", "random", "--input-len", "8", "--output-len", "6", "--warmup", "0"]
@@ -143,7 +143,7 @@ def test_bad_usage(url: str, arguments: list[str], words: str) -> None:
     ("text", "seconds"), [("500ms", 0.5), ("60", 60), ("2m", 120), ("1.5h", 5400), ("3s", 3)]
 )
 def test_lengths_of_time(text: str, seconds: float) -> None:
-    from loadgen.options import seconds as _seconds
+    from loadgen.commands.options import seconds as _seconds
 
     assert _seconds(text) == seconds
 

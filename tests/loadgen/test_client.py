@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from mock_sse_server import MockServer, running
 
-from loadgen.arrivals import Arrival, ClosedLoop, Constant, Poisson
-from loadgen.client import ClientOptions, Progress, Unreachable, run_schedule
-from loadgen.driver import busiest
-from loadgen.probe import Url, probe
-from loadgen.record import Failure, Records
-from loadgen.workload import Schedule, preset
+from loadgen.plan.arrivals import Arrival, ClosedLoop, Constant, Poisson
+from loadgen.wire.client import ClientOptions, Progress, Unreachable, run_schedule
+from loadgen.wire.driver import busiest
+from loadgen.wire.probe import Url, probe
+from loadgen.measure.record import Failure, Records
+from loadgen.plan.workload import Schedule, preset
 
 INLINE = ClientOptions(workers=0, timeout=30)
 
@@ -407,8 +407,8 @@ def test_https_to_a_plain_server(url: str) -> None:
 def test_a_worker_does_not_outlive_its_parent() -> None:
     """The parent is killed in the middle of a run; the worker notices that its input has ended."""
     program = (
-        "import sys; from loadgen.arrivals import Constant; from loadgen.client import run_schedule; "
-        "from loadgen.workload import preset; "
+        "import sys; from loadgen.plan.arrivals import Constant; from loadgen.wire.client import run_schedule; "
+        "from loadgen.plan.workload import preset; "
         "load = preset('random', max_model_len=100, input_len=8, output_len=4); "
         "plan = load.schedule(seed=0, arrival=Constant(20.0), duration=600, warmup=0); "
         "run_schedule(sys.argv[1], plan, model='m', progress=lambda p: print(p.sent, flush=True))"

@@ -13,8 +13,8 @@ from made_runs import records
 from mock_sse_server import MockServer, running
 from typer.testing import CliRunner
 
-from loadgen.compare_command import CompareFormat, split_metrics
-from loadgen.record import Records
+from loadgen.commands.compare_command import CompareFormat, split_metrics
+from loadgen.measure.record import Records
 from vtune_cli import app
 
 FAKE = Path(__file__).parents[1] / "fake_server.py"

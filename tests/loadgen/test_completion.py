@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_exchange import DONE, HEAD, MS, delta, event, exchange, parse, planned, records, text, usage
 
-from loadgen.completion import _Delta, allot_tokens, parse_exchange
-from loadgen.record import Failure
-from loadgen.stats import e2e, max_stall, tpot, ttft
-from loadgen.wire import End, Exchange
+from loadgen.wire.completion import _Delta, allot_tokens, parse_exchange
+from loadgen.measure.record import Failure
+from loadgen.measure.stats import e2e, max_stall, tpot, ttft
+from loadgen.wire.messages import End, Exchange
 
 PLAIN = [
     (100, text("a")),

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.counters import Counters, CountersError, differences
+from loadgen.measure.counters import Counters, CountersError, differences
 from vtune_cli import app
 
 LOAD = ["--workload", "random", "--input-len", 40, "--output-len", 6, "--rate", 4, "--num-requests", 6]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from loadgen.arrivals import ClosedLoop, Constant
-from loadgen.datasets import Dataset, DatasetError, Turn, read_dataset
+from loadgen.plan.arrivals import ClosedLoop, Constant
+from loadgen.plan.datasets import Dataset, DatasetError, Turn, read_dataset
 
 CHAT = {
     "conversations": [

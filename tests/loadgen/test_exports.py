@@ -10,7 +10,7 @@ import pytest
 from made_runs import records
 
 from loadgen.compare import Comparison, Pair, compare_runs
-from loadgen.exports import (
+from loadgen.output.exports import (
     Case,
     bencher,
     comparison_cases,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from loadgen.http1 import Framing, MalformedResponse, build_request, decode
+from loadgen.wire.http1 import Framing, MalformedResponse, build_request, decode
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 BODY = b"data: 1\n\n"

@@ -11,8 +11,8 @@ from made_runs import records
 from mock_sse_server import MockServer, running
 from typer.testing import CliRunner
 
-from loadgen.options import Load, OptionError, seconds, span
-from loadgen.record import Records
+from loadgen.commands.options import Load, OptionError, seconds, span
+from loadgen.measure.record import Records
 from vtune_cli import app
 
 BUSY = (0, 3)

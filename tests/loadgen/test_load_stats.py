@@ -7,9 +7,9 @@ import pytest
 from recorded_exchange import record, records
 from scipy.stats import binom, mannwhitneyu
 
-from loadgen.distribution import Distribution, binomial_quantile, min_samples, rank_test
-from loadgen.record import Failure, RequestRecord
-from loadgen.stats import METRICS, Bound, Summary
+from loadgen.measure.distribution import Distribution, binomial_quantile, min_samples, rank_test
+from loadgen.measure.record import Failure, RequestRecord
+from loadgen.measure.stats import METRICS, Bound, Summary
 
 
 @pytest.mark.parametrize(

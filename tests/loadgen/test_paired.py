@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from loadgen.paired import Effect, Verdict, floor_of, holm, judge, overall, paired_effect, rises
+from loadgen.measure.paired import Effect, Verdict, floor_of, holm, judge, overall, paired_effect, rises
 
 
 def test_interval_and_p_are_students_on_log_ratios() -> None:

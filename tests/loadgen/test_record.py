@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from recorded_exchange import HEALTHY, record, records
 
-from loadgen.record import Failure, Records, RecordsError, write_atomically
+from loadgen.measure.record import Failure, Records, RecordsError, write_atomically
 
 
 def run() -> Records:

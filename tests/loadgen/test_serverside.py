@@ -10,11 +10,11 @@ import pytest
 from made_runs import records
 from recorded_exchange import event, exchange, planned, text
 
-from loadgen.completion import parse_exchange
-from loadgen.html import html
-from loadgen.record import Failure, Records
-from loadgen.report import markdown, part_rows
-from loadgen.serverside import samples, timeline
+from loadgen.wire.completion import parse_exchange
+from loadgen.output.html import html
+from loadgen.measure.record import Failure, Records
+from loadgen.output.report import markdown, part_rows
+from loadgen.measure.serverside import samples, timeline
 
 SCRAPE = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{{engine="0"}} {running}

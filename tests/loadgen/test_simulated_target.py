@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 import engine.sim.server
 import vtune_cli
 from engine.core import make_scheduler
-from loadgen.arrivals import ClosedLoop, Poisson
-from loadgen.record import Records
+from loadgen.plan.arrivals import ClosedLoop, Poisson
+from loadgen.measure.record import Records
 from loadgen.target import StartFailed
 from loadgen.targets.simulated import SimulatedTarget
-from loadgen.workload import Schedule, preset
+from loadgen.plan.workload import Schedule, preset
 
 CONFIG = {**llama_8b.CONFIG, "_name_or_path": "some/llama-8b"}
 
@@ -268,7 +268,7 @@ def test_the_command_says_what_is_wrong(model: str, words: tuple[str, ...], said
 def test_simulating_imports_no_torch(model: str) -> None:
     code = (
         "import sys\nfrom loadgen.targets.simulated import SimulatedTarget\n"
-        "from loadgen.simulation import simulate\nfrom loadgen.options import Load\n"
+        "from loadgen.commands.simulation import simulate\nfrom loadgen.commands.options import Load\n"
         f"simulate('simulated:h100', {model!r}, '', Load(rate=20.0, num_requests=10))\n"
         "print(sorted({'torch', 'tokenizers', 'transformers', 'starlette'} & set(sys.modules)))"
     )

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from loadgen.http1 import Piece
-from loadgen.sse import events
+from loadgen.wire.http1 import Piece
+from loadgen.wire.sse import events
 
 TEXT = "a\u2028b\u2029c\u0085d\x0b\x0c\x1ce"
 

@@ -11,10 +11,10 @@ import pytest
 from made_runs import records
 from scipy.stats import t
 
-from loadgen.record import Records
+from loadgen.measure.record import Records
 from servers.slo.bounds import parse_bounds
-from loadgen.sweep import PRIOR_RUNS, SPREAD, Capacity, Sweep, SweepError
-from loadgen.sweep_command import conclusions, table, to_json
+from loadgen.measure.sweep import PRIOR_RUNS, SPREAD, Capacity, Sweep, SweepError
+from loadgen.commands.sweep_command import conclusions, table, to_json
 
 BOUND = parse_bounds("itl_p50<20ms")
 

@@ -14,14 +14,14 @@ from typing import Any
 import psutil
 import pytest
 
-from loadgen.arrivals import ClosedLoop
+from loadgen.plan.arrivals import ClosedLoop
 from servers.flags.command import FlagError
 from loadgen.target import AtOnce, RunFailed, StartFailed
 from loadgen.targets import server as server_module
 from loadgen.targets.endpoint import EndpointTarget
 from servers.logs.failures import classify
 from loadgen.targets.server import ServerTarget, free_port
-from loadgen.workload import Schedule, preset
+from loadgen.plan.workload import Schedule, preset
 
 FAKE = Path(__file__).parents[1] / "fake_server.py"
 

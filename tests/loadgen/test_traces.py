@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from loadgen.trace_formats import Columns, read_trace
-from loadgen.traces import Trace, TraceError, TraceRow
+from loadgen.plan.trace_formats import Columns, read_trace
+from loadgen.plan.traces import Trace, TraceError, TraceRow
 
 PUBLIC = Path(__file__).parents[2].parent / "shared" / "traces"
 MOONCAKE = [

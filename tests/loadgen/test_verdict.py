@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from recorded_exchange import HEALTHY, record, records
 
-from loadgen.record import Failure, Records, RequestRecord
-from loadgen.verdict import backlog, judge
-from loadgen.window import in_flight, measured_window
+from loadgen.measure.record import Failure, Records, RequestRecord
+from loadgen.measure.run_validity import backlog, judge
+from loadgen.measure.window import in_flight, measured_window
 
 
 def steady(count: int = 100, **options: float) -> list[RequestRecord]:

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.arrivals import ClosedLoop, Constant
-from loadgen.record import Failure, Records
-from loadgen.routing import (
+from loadgen.plan.arrivals import ClosedLoop, Constant
+from loadgen.measure.record import Failure, Records
+from loadgen.sim.routing import (
     LeastLoadedRoute,
     LengthPooledRoute,
     Policy,
@@ -18,9 +18,9 @@ from loadgen.routing import (
     make_route,
     tokens_of,
 )
-from loadgen.virtual import VirtualClient, records_of
-from loadgen.virtual_server import Answer, Answers
-from loadgen.workload import Length, PlannedRequest, RequestClass, Schedule, Workload
+from loadgen.sim.virtual import VirtualClient, records_of
+from loadgen.sim.virtual_server import Answer, Answers
+from loadgen.plan.workload import Length, PlannedRequest, RequestClass, Schedule, Workload
 
 STEP = 0.1
 ROOM = 1000

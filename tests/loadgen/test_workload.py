@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from loadgen.arrivals import ClosedLoop, Constant, Poisson
-from loadgen.workload import (
+from loadgen.plan.arrivals import ClosedLoop, Constant, Poisson
+from loadgen.plan.workload import (
     PRESETS,
     Length,
     RequestClass,
@@ -119,7 +119,7 @@ def test_the_hash_is_a_function_of_the_seed() -> None:
 def test_the_hash_is_the_same_in_another_process() -> None:
     """Nothing comes from ``hash(str)``, which is salted anew in every process."""
     program = (
-        "from loadgen.arrivals import Poisson; from loadgen.workload import preset; "
+        "from loadgen.plan.arrivals import Poisson; from loadgen.plan.workload import preset; "
         "load = preset('mixed', max_model_len=8192, vocab_size=49152); "
         "print(load.schedule(seed=4, arrival=Poisson(5.0), num_requests=200).sha256)"
     )

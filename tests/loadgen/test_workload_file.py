@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.arrivals import Poisson
-from loadgen.options import Load
-from loadgen.workload import WorkloadError, preset
-from loadgen.workload_file import is_file, read_workload, workload_of
+from loadgen.plan.arrivals import Poisson
+from loadgen.commands.options import Load
+from loadgen.plan.workload import WorkloadError, preset
+from loadgen.plan.workload_file import is_file, read_workload, workload_of
 from vtune_cli import app
 
 CLASSES = [

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from loadgen.record import ClientStats, Failure, Records, RequestRecord
+from loadgen.measure.record import ClientStats, Failure, Records, RequestRecord
 from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
-from loadgen.workload import PlannedRequest, Schedule
+from loadgen.plan.workload import PlannedRequest, Schedule
 from tuner.runs.result import Measurement, Reading
 from tuner.runs.scrape import ENOUGH
 

@@ -5,9 +5,9 @@ import pytest
 from analytic_target import AnalyticTarget
 
 from loadgen.compare import compare
-from loadgen.record import Records
+from loadgen.measure.record import Records
 from servers.slo.bounds import Bound
-from loadgen.workload import Length, RequestClass, Workload, preset
+from loadgen.plan.workload import Length, RequestClass, Workload, preset
 from tuner.confirm import GUARD, Change, Pooled, assess, holds, judge
 from tuner.runs.load import Load, span
 from tuner.runs.result import Reading

@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from loadgen.wire import Progress
+from loadgen.wire.messages import Progress
 from tuner.display import LiveObserver, PlainObserver, make_observer
 from tuner.runs.result import TrialResult
 

@@ -26,8 +26,8 @@ from rich.console import Console
 
 import tuner.report.report as report_module
 import tuner.verdict as verdict_module
-from loadgen.clock import UnixClock
-from loadgen.record import Records, write_atomically
+from loadgen.measure.clock import UnixClock
+from loadgen.measure.record import Records, write_atomically
 from loadgen.target import CLIENT_KILLED, RunFailed, StartFailed
 from loadgen.targets.scraper import Scraper
 from loadgen.targets.server import ServerTarget
@@ -104,7 +104,7 @@ def real_trial(tmp_path):
 
 
 def _workload():
-    from loadgen.workload import preset
+    from loadgen.plan.workload import preset
 
     return preset("random", max_model_len=2048, vocab_size=1000, scale=0.1)
 
@@ -133,7 +133,7 @@ def test_a_server_that_hangs_in_the_middle_of_a_load(real_trial, monkeypatch):
 def kill_the_client():
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if "loadgen.worker" in child.cmdline():
+            if "loadgen.wire.worker" in child.cmdline():
                 child.kill()
 
 
@@ -274,10 +274,10 @@ LABELS = {
     "engine/server/responses.py": "the created field of an answer",
     "engine/server/api.py": "the created field of the models",
     "engine/models/chat_template.py": "a template asks for the date",
-    "loadgen/clock.py": "read once, moved by the monotonic clock",
-    "loadgen/client.py": "when a run began",
-    "loadgen/proxy.py": "when a request came; intervals are monotonic",
-    "loadgen/completion.py": "Retry-After may be a date",
+    "loadgen/measure/clock.py": "read once, moved by the monotonic clock",
+    "loadgen/wire/client.py": "when a run began",
+    "loadgen/recording/proxy.py": "when a request came; intervals are monotonic",
+    "loadgen/wire/completion.py": "Retry-After may be a date",
     "doctor/cli.py": "a line's time of day",
     "doctor/period.py": "the time zone",
     "doctor/sources.py": "the end of a window that Prometheus is asked for",
@@ -300,7 +300,7 @@ def test_durations_are_never_read_from_the_wall_clock():
     folders = ("engine", "loadgen", "doctor", "tuner")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     readers = {str(path.relative_to(ROOT)) for path in files if _reads_the_wall_clock(path.read_text())}
-    assert readers <= set(LABELS), "say in LABELS what for, or take time.monotonic or loadgen.clock"
+    assert readers <= set(LABELS), "say in LABELS what for, or take time.monotonic or loadgen.measure.clock"
 
 
 class Database:

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from loadgen.workload import preset, schedule_hash
+from loadgen.plan.workload import preset, schedule_hash
 from tuner.runs.load import DECK, Load, capacity_schedule, lone_schedule, span
 
 MIXED = preset("mixed", max_model_len=8192)

@@ -17,9 +17,9 @@ from in_a_browser import check_page, needs_a_browser
 from llama_8b import CONFIG
 from typer.testing import CliRunner
 
-from loadgen.record import Records
+from loadgen.measure.record import Records
 from loadgen.target import StartFailed
-from loadgen.workload import Schedule
+from loadgen.plan.workload import Schedule
 from tuner.interrupts import Interrupts
 from tuner.job import Job
 from tuner.loads import compare_loads

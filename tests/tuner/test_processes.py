@@ -195,7 +195,7 @@ def kill_a_client(pid):
     """Whether a process that sends a load was there, and is killed."""
     for child in psutil.Process(pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-            if "loadgen.worker" in child.cmdline():
+            if "loadgen.wire.worker" in child.cmdline():
                 child.kill()
                 return True
     return False

@@ -5,7 +5,7 @@ import math
 import pytest
 from analytic_target import AnalyticTarget
 
-from loadgen.workload import preset
+from loadgen.plan.workload import preset
 from tuner.rehearsal import Fate, Rehearsal, describe_fates
 from tuner.runs.load import Load
 from tuner.search.prior import Prediction, SimulatedPrior

@@ -12,8 +12,8 @@ import pytest
 from llama_8b import CONFIG
 from typer.testing import CliRunner
 
-from loadgen.options import Oversized
-from loadgen.traces import Trace, TraceError, TraceRow
+from loadgen.commands.options import Oversized
+from loadgen.plan.traces import Trace, TraceError, TraceRow
 from tuner.options import Replay
 from tuner.runs.replay import MIN_REQUESTS, ReplayLoad, digest, read_replay
 from vtune_cli import app

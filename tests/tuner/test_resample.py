@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from loadgen.distribution import Distribution
+from loadgen.measure.distribution import Distribution
 from tuner.runs.resample import ratio_interval
 
 REQUESTS, TOKENS = 20, 40

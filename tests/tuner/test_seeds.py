@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from loadgen.traces import Trace, TraceRow
-from loadgen.workload import Schedule, preset
+from loadgen.plan.traces import Trace, TraceRow
+from loadgen.plan.workload import Schedule, preset
 from tuner.runs.load import Load, capacity_schedule, lone_schedule
 from tuner.runs.replay import ReplayLoad
 from tuner.runs.seeds import Seeds

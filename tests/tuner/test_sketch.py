@@ -18,7 +18,7 @@ from llama_8b import CONFIG
 from engine.sim.step_times import StepTimes
 from loadgen.targets.model_shape import Shape, shape_of
 from loadgen.targets.simulated import SimulatedTarget
-from loadgen.workload import Length, RequestClass, Workload
+from loadgen.plan.workload import Length, RequestClass, Workload
 from tuner.command import Options, run
 from tuner.interrupts import Interrupts
 from tuner.job import Job

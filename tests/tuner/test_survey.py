@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from analytic_target import AnalyticServer, AnalyticTarget
 
-from loadgen.workload import preset
+from loadgen.plan.workload import preset
 from tuner.job import Job
 from tuner.observer import Observer
 from tuner.offer import Offer

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 import plotly.io
 
 from servers.slo.bounds import LATENCIES, RATES, family_of
-from loadgen.stats import Distribution
+from loadgen.measure.stats import Distribution
 from tuner.loads import Advice
 from tuner.outcome import label
 from tuner.report.cost import Item

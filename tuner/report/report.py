@@ -17,9 +17,9 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from loadgen.record import Records, RecordsError, write_atomically
+from loadgen.measure.record import Records, RecordsError, write_atomically
 from servers.slo.bounds import format_value
-from loadgen.stats import Distribution
+from loadgen.measure.stats import Distribution
 from tuner.loads import Advice
 from tuner.outcome import Outcome, describe_trial, label
 from tuner.regression import KEY, Recommendation, Regression, show

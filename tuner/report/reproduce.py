@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from servers.flags.command import render
-from loadgen.options import Recorded
+from loadgen.commands.options import Recorded
 from tuner.job import Job
 
 _SPELLED = {"run_seconds": "run-time"}

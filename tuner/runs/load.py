@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from loadgen.arrivals import Arrival, ClosedLoop, Poisson
-from loadgen.workload import Length, RequestClass, Schedule, Workload, schedule_hash
+from loadgen.plan.arrivals import Arrival, ClosedLoop, Poisson
+from loadgen.plan.workload import Length, RequestClass, Schedule, Workload, schedule_hash
 from tuner.runs.seeds import Seeds
 
 DECK = 20

@@ -9,10 +9,10 @@ from functools import cached_property
 
 import numpy as np
 
-from loadgen import stats
-from loadgen.record import Records
+from loadgen.measure import stats
+from loadgen.measure.record import Records
 from servers.slo.bounds import LATENCIES, RATES, name_of
-from loadgen.verdict import backlog as backlog_of
+from loadgen.measure.run_validity import backlog as backlog_of
 from tuner.runs.result import Measurement, Reading
 from servers.slo.objective import Slo
 

@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from loadgen.traces import Trace, TraceError
-from loadgen.workload import Schedule
+from loadgen.plan.traces import Trace, TraceError
+from loadgen.plan.workload import Schedule
 from tuner.options import Replay
 from tuner.runs.load import SHORT_SHARE, WARMUP, cut
 from tuner.runs.seeds import Seeds

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import expit, logit, ndtr, ndtri
 
-from loadgen.distribution import Distribution
+from loadgen.measure.distribution import Distribution
 
 Array = NDArray[np.float64]
 DRAWS = 1000

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from loadgen.record import Records
+from loadgen.measure.record import Records
 from loadgen.target import OpenTarget
-from loadgen.workload import DEFAULT_VOCAB_SIZE, REFERENCE_CONTEXT, Schedule, Workload, preset
-from loadgen.workload_file import is_file
+from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, REFERENCE_CONTEXT, Schedule, Workload, preset
+from loadgen.plan.workload_file import is_file
 from tuner.job import DEFAULT_RUN_SECONDS
 from tuner.runs.load import capacity_schedule, lone_schedule
 from tuner.runs.result import without_nan

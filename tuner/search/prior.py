@@ -13,7 +13,7 @@ from typing import Any
 
 from loadgen.target import Target, TargetFailed
 from loadgen.targets.simulated import HERE, PREFIX, SimulatedTarget
-from loadgen.workload import Schedule
+from loadgen.plan.workload import Schedule
 from tuner.runs.load import Traffic, span
 from tuner.runs.measure import Run, measure
 from servers.slo.objective import Slo

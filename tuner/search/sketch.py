@@ -36,7 +36,7 @@ from servers.slo.bounds import LATENCIES, RATES, family_of, name_of
 from loadgen.target import TargetFailed
 from loadgen.targets.model_shape import Shape
 from loadgen.targets.simulated import SimulatedTarget, sketched_target
-from loadgen.workload import Schedule
+from loadgen.plan.workload import Schedule
 from tuner.runs.load import span
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading, TrialResult

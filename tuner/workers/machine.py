@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 
-from loadgen.processor import processor
+from loadgen.measure.processor import processor
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROBE_SECONDS = 20

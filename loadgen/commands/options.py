@@ -1,0 +1,414 @@
+"""The options that say what load is sent: the same for every command that sends one. Light to import."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+if TYPE_CHECKING:
+    from loadgen.plan.arrivals import Arrival
+    from loadgen.plan.datasets import Dataset
+    from loadgen.measure.record import Records
+    from loadgen.plan.traces import Trace
+    from loadgen.wire.messages import Progress
+    from loadgen.plan.workload import Schedule, Workload
+
+
+_DEFAULT_CONTEXT = 4096
+"""Of a server that does not say."""
+
+
+class ArrivalKind(StrEnum):
+    """Names on the command line."""
+
+    POISSON = "poisson"
+    CONSTANT = "constant"
+    GAMMA = "gamma"
+
+
+class Oversized(StrEnum):
+    """What becomes of a recorded request that is longer than the server's context."""
+
+    ERROR = "error"
+    CLIP = "clip"
+    DROP = "drop"
+
+
+class Dequantize(StrEnum):
+    """How arrivals are spread that a trace rounded."""
+
+    NONE = "none"
+    UNIFORM = "uniform"
+
+
+class OptionError(ValueError):
+    """Options that do not go together; the message says which and what to do."""
+
+
+def seconds(text: str | float) -> float:
+    """``60``, ``60s``, ``1.5m``, ``500ms``, ``1h``. Raises typer.BadParameter."""
+    if isinstance(text, float):
+        return text
+    for suffix, factor in (("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("h", 3600.0), ("", 1.0)):
+        if text.endswith(suffix):
+            try:
+                value = float(text.removesuffix(suffix)) * factor
+            except ValueError:
+                break
+            if 0 < value < float("inf"):
+                return value
+            break
+    raise typer.BadParameter(f"{text!r} is no length of time: write e.g. 60s, 500ms or 2m")
+
+
+def positive(value: float | None) -> float | None:
+    """Raises typer.BadParameter."""
+    if value is not None and not 0 < value < float("inf"):
+        raise typer.BadParameter("it must be a positive number")
+    return value
+
+
+def span(text: str) -> tuple[float, float]:
+    """``0s,10m``. Raises typer.BadParameter."""
+    first, comma, last = text.partition(",")
+    start = 0.0 if first.strip() in ("", "0", "0s") else seconds(first.strip())
+    if not comma or seconds(last.strip()) <= start:
+        raise typer.BadParameter(f"{text!r} is no window: write e.g. 0s,10m")
+    return start, seconds(last.strip())
+
+
+def _option(text: str, **options: Any) -> Any:
+    return typer.Option(help=text, **options)
+
+
+def _time(text: str) -> Any:
+    return typer.Option(help=text, parser=seconds, metavar="TIME")
+
+
+def _number(text: str) -> Any:
+    return typer.Option(help=text, callback=positive)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """How recorded traffic is replayed; which file it is in is another option's affair."""
+
+    trace_columns: Annotated[
+        str | None,
+        _option("E.g. time=ts:ms,prompt=in,output=out[,class=kind][,blocks=ids,block_tokens=512]."),
+    ] = None
+    trace_window: Annotated[
+        Any, typer.Option(parser=span, metavar="FROM,TO", help="The part of the trace to replay: 0s,10m.")
+    ] = None
+    rate_scale: Annotated[float, _number("Replay this many times as fast.")] = 1.0
+    length_scale: Annotated[float, _number("Factor on recorded prompts and outputs.")] = 1.0
+    dequantize: Annotated[
+        Dequantize, _option("Spread arrivals that a trace rounded to a tick (Mooncake: 3 s).")
+    ] = Dequantize.NONE
+    oversized: Annotated[
+        Oversized, _option("Recorded requests that exceed the context: an error, clipped, or dropped.")
+    ] = Oversized.ERROR
+
+    def read(self, path: Path) -> Trace:
+        """The part of the trace that is asked for. Raises TraceError."""
+        from loadgen.plan.trace_formats import Columns, read_trace
+
+        columns = Columns.parse(self.trace_columns) if self.trace_columns else None
+        trace = read_trace(path, columns)
+        return trace if self.trace_window is None else trace.window(*self.trace_window)
+
+    def ready(self, trace: Trace, seed: int) -> Trace:
+        """Spread over its ticks by ``seed`` and scaled, as asked. Raises TraceError."""
+        spread = trace.dequantized(seed) if self.dequantize is Dequantize.UNIFORM else trace
+        return spread.scaled(rate=self.rate_scale, length=self.length_scale)
+
+
+@dataclass(frozen=True)
+class Load(Recorded):
+    """What is sent, as asked for. Times in seconds."""
+
+    rate: Annotated[float | None, _number("Open loop: requests a second.")] = None
+    concurrency: Annotated[
+        int | None, _option("Closed loop: requests in flight; with --rate, a cap on them.", min=1)
+    ] = None
+    duration: Annotated[float | None, _time("How long to send: 60s, 2m.")] = None
+    num_requests: Annotated[int | None, _option("How many requests to send.", min=1)] = None
+    arrival: Annotated[ArrivalKind, _option("How open-loop requests arrive.")] = ArrivalKind.POISSON
+    burstiness: Annotated[
+        float | None, _number("Shape of gamma arrivals: below 1 bursts, 1 Poisson, above 1 even.")
+    ] = None
+    workload: Annotated[
+        str, _option("chat, rag, batch, mixed, random or shared-prefix; or a JSON file of classes.")
+    ] = "chat"
+    input_len: Annotated[int | None, _option("Prompt tokens of a one-class workload.", min=1)] = None
+    output_len: Annotated[
+        int | None, _option("Output tokens of a one-class workload, or of a dataset's answers.", min=1)
+    ] = None
+    scale: Annotated[
+        float | None, _number("Factor on a workload's prompt lengths; default: context / 32768, at most 1.")
+    ] = None
+    priorities: Annotated[
+        bool,
+        typer.Option("--priorities", help="Send the classes' priorities (needs priority scheduling)."),
+    ] = False
+    trace: Annotated[
+        Path | None,
+        _option(
+            "Replay recorded traffic, in place of a workload: a file of Azure's, Mooncake's or BurstGPT's "
+            "kind, of `vtune bench record`, or any CSV or JSON lines with --trace-columns."
+        ),
+    ] = None
+    dataset: Annotated[
+        Path | None,
+        _option(
+            "Prompts or conversations in place of a workload: ShareGPT-format JSON, or JSON lines with "
+            "prompt or messages."
+        ),
+    ] = None
+    think_time: Annotated[
+        float | None, _time("Mean pause before a further turn of a conversation. Default: none.")
+    ] = None
+    natural_stop: Annotated[
+        bool,
+        typer.Option("--natural-stop", help="Let the model end a dataset's answers before their length."),
+    ] = False
+
+    def check(self) -> None:
+        """Raise OptionError for options that do not go together."""
+        if self.trace and self.dataset:
+            raise OptionError("--trace and --dataset are two sources of requests: give one")
+        if self.trace and (self.rate is not None or self.arrival is not ArrivalKind.POISSON):
+            raise OptionError("a trace brings its own arrivals: use --rate-scale in place of --rate")
+        if self.burstiness is not None and self.arrival is not ArrivalKind.GAMMA:
+            raise OptionError("--burstiness needs --arrival gamma")
+        for name in ("trace_columns", "trace_window"):
+            if getattr(self, name) is not None and not self.trace:
+                raise OptionError(f"--{name.replace('_', '-')} needs --trace")
+        if self.trace:
+            return
+        if self.rate is None:
+            if self.concurrency is None:
+                raise OptionError("give --rate (requests a second) or --concurrency (requests in flight)")
+            if self.arrival is not ArrivalKind.POISSON:
+                raise OptionError(
+                    "--arrival and --burstiness need --rate: a closed loop has no arrival process"
+                )
+        if self.duration is None and self.num_requests is None and not self.dataset:
+            raise OptionError("give --duration (e.g. 60s) or --num-requests (e.g. 200)")
+
+    def at_level(self, over: str, level: float) -> Load:
+        """The same load at another ``rate``, or another ``concurrency`` in a closed loop."""
+        if over == "rate":
+            return replace(self, rate=level)
+        return replace(self, rate=None, concurrency=round(level))
+
+    def source(
+        self, max_model_len: int, vocab_size: int | None = None, warmup: int | None = None
+    ) -> Callable[[int], Schedule]:
+        """What makes the schedule of a seed; files are read once. Raises WorkloadError, OptionError."""
+        self.check()
+        if self.trace:
+            return self._trace_source(self.read(self.trace), max_model_len, vocab_size, warmup)
+        if self.dataset:
+            from loadgen.plan.datasets import read_dataset
+
+            return self._dataset_source(read_dataset(self.dataset))
+        return self._workload_source(self._preset(max_model_len, vocab_size), warmup)
+
+    def _trace_source(
+        self, trace: Trace, max_model_len: int, vocab_size: int | None, warmup: int | None
+    ) -> Callable[[int], Schedule]:
+        from loadgen.plan.workload import DEFAULT_VOCAB_SIZE
+
+        def schedule(seed: int) -> Schedule:
+            ready = self.ready(trace, seed)
+            if self.duration is not None:
+                ready = ready.window(0.0, self.duration)
+            if self.num_requests is not None:
+                ready = ready.head(self.num_requests)
+            return ready.schedule(
+                seed=seed,
+                max_model_len=max_model_len,
+                vocab_size=vocab_size or DEFAULT_VOCAB_SIZE,
+                max_concurrency=self.concurrency,
+                oversized=self.oversized.value,
+                warmup=1 if warmup is None else warmup,
+            )
+
+        return schedule
+
+    def _dataset_source(self, dataset: Dataset) -> Callable[[int], Schedule]:
+        return lambda seed: dataset.schedule(
+            seed=seed,
+            arrival=self._arrival(),
+            num_requests=self.num_requests,
+            duration=self.duration,
+            max_concurrency=self._cap,
+            output_len=self.output_len,
+            think=self.think_time or 0.0,
+            natural_stop=self.natural_stop,
+        )
+
+    def _preset(self, max_model_len: int, vocab_size: int | None) -> Workload:
+        from loadgen.plan.workload import DEFAULT_VOCAB_SIZE
+        from loadgen.plan.workload_file import workload_of
+
+        return workload_of(
+            self.workload,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size or DEFAULT_VOCAB_SIZE,
+            input_len=self.input_len,
+            output_len=self.output_len,
+            scale=self.scale,
+        )
+
+    def _workload_source(self, workload: Workload, warmup: int | None) -> Callable[[int], Schedule]:
+        return lambda seed: workload.schedule(
+            seed=seed,
+            arrival=self._arrival(),
+            num_requests=self.num_requests,
+            duration=self.duration,
+            max_concurrency=self._cap,
+            warmup=warmup,
+            use_priority=self.priorities,
+        )
+
+    @property
+    def _cap(self) -> int | None:
+        return self.concurrency if self.rate is not None else None
+
+    def _arrival(self) -> Arrival:
+        from loadgen.plan.arrivals import ClosedLoop, Constant, Gamma, Poisson
+
+        if self.rate is None:
+            assert self.concurrency is not None
+            return ClosedLoop(self.concurrency)
+        if self.arrival is ArrivalKind.CONSTANT:
+            return Constant(self.rate)
+        if self.arrival is ArrivalKind.GAMMA:
+            return Gamma(self.rate, self.burstiness or 1.0)
+        return Poisson(self.rate)
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Whom to ask, and how the client behaves. Times in seconds."""
+
+    url: Annotated[str, _option("Base URL of an OpenAI-compatible server.")]
+    model: Annotated[str | None, _option("Default: the first of /v1/models.")] = None
+    max_model_len: Annotated[int | None, _option("Default: what /v1/models says.", min=1)] = None
+    vocab_size: Annotated[int | None, _option("Prompts use token ids below this. Default: 32000.", min=8)] = (
+        None
+    )
+    api_key: Annotated[str | None, _option("Sent as bearer token.", envvar="VTUNE_API_KEY")] = None
+    insecure: Annotated[bool, typer.Option("--insecure", help="Do not check the TLS certificate.")] = False
+    warmup: Annotated[
+        int | None, _option("Unmeasured requests first. Default: one of each class.", min=0)
+    ] = None
+    timeout: Annotated[float, _time("For one request, to its last byte.")] = 600.0
+    drain: Annotated[float | None, _time("Wait for answers after the last request. Default: --timeout.")] = (
+        None
+    )
+    workers: Annotated[int, _option("Client processes.", min=1)] = 1
+    chunk_usage: Annotated[
+        bool, typer.Option("--chunk-usage", help="Ask for token counts in each chunk (vLLM, SGLang).")
+    ] = False
+
+    def asked(self) -> Connection:
+        """With the model and its context as the server says, where they were not given.
+
+        Raises Unreachable, ValueError.
+        """
+        from loadgen.wire.probe import Url, probe
+
+        if self.model is not None and self.max_model_len is not None:
+            return self
+        info = probe(Url.parse(self.url), api_key=self.api_key, verify=not self.insecure)
+        length = self.max_model_len or info.max_model_len or _DEFAULT_CONTEXT
+        return replace(self, model=self.model or info.model, max_model_len=length)
+
+    def source(self, load: Load) -> Callable[[int], Schedule]:
+        """What makes the schedule of a seed for this server, which must have been asked."""
+        assert self.max_model_len is not None
+        return load.source(self.max_model_len, self.vocab_size, self.warmup)
+
+    def run(
+        self,
+        schedule: Schedule,
+        progress: Callable[[Progress], None] | None = None,
+        stop: threading.Event | None = None,
+    ) -> Records:
+        """Send ``schedule``, and scrape the server's metrics meanwhile. Raises Unreachable, ValueError."""
+        from loadgen.wire.client import ClientOptions, run_schedule
+        from loadgen.targets.http import Http
+        from loadgen.targets.scraper import Scraper, scrape
+
+        http = Http(self.url, self.api_key, verify_tls=not self.insecure)
+        options = ClientOptions(
+            timeout=self.timeout,
+            drain=self.drain,
+            workers=self.workers,
+            verify_tls=not self.insecure,
+            chunk_usage=self.chunk_usage,
+        )
+        with Scraper(lambda: scrape(http)) as scraper:
+            records = run_schedule(
+                self.url,
+                schedule,
+                model=self.model,
+                api_key=self.api_key,
+                progress=progress,
+                stop=stop,
+                options=options,
+            )
+        return replace(records, scrapes=tuple(scraper.scrapes))
+
+
+def with_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace every parameter of ``command`` that is a dataclass, such as :class:`Load`, by its fields, each
+    an option."""
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type, list[str]]] = {}
+    for own in inspect.signature(command, eval_str=True).parameters.values():
+        if isinstance(own.annotation, type) and is_dataclass(own.annotation):
+            options = _options_of(own.annotation)
+            groups[own.name] = (own.annotation, [option.name for option in options])
+            parameters += options
+        else:
+            parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def with_fields(**given: Any) -> None:
+        made = {
+            name: kind(**{option: given.pop(option) for option in options})
+            for name, (kind, options) in groups.items()
+        }
+        command(**made, **given)
+
+    with_fields.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_fields.__annotations__ = {p.name: p.annotation for p in parameters}
+    return with_fields
+
+
+def _options_of(kind: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    own = inspect.get_annotations(kind)  # those of a base class come after them
+    ordered = sorted(fields(kind), key=lambda field: field.name not in own)
+    empty = inspect.Parameter.empty
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in ordered
+    ]

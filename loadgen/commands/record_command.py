@@ -1,0 +1,124 @@
+"""``vtune bench record``: a proxy that writes the traffic it passes as a trace. Light to import."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loadgen.commands.options import seconds
+from loadgen.output.terminal import fail
+
+if TYPE_CHECKING:
+    from loadgen.recording.proxy import Observer
+    from loadgen.recording.recorder import Recorder, Tally
+    from loadgen.wire.messages import Endpoint
+
+
+def mount(bench: typer.Typer) -> None:
+    """Add the command to ``bench``."""
+    bench.command()(record)
+
+
+def record(
+    url: Annotated[str, typer.Option(help="The server that is recorded.")],
+    out: Annotated[Path, typer.Option(help="The trace to write, e.g. traffic.jsonl; it must not exist.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")
+    ] = 8010,
+    duration: Annotated[
+        float | None, typer.Option(parser=seconds, metavar="TIME", help="Stop by itself after this: 1h.")
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Do not check the server's TLS certificate.")
+    ] = False,
+) -> None:
+    """Pass traffic through to a server and write it as a trace: times, lengths, shared prefixes, settings.
+
+    Never the text: blocks of prompts become numbers by a keyed hash whose key is forgotten. Point the clients
+    at this port instead of the server's; Ctrl-C (or --duration) ends the recording and writes the file.
+    Replay it with vtune bench run --trace, describe it with vtune bench trace.
+
+    Examples:
+
+      vtune bench record --url http://127.0.0.1:8000 --port 8010 --out traffic.jsonl
+
+      vtune bench record --url http://127.0.0.1:8000 --out traffic.jsonl --duration 1h
+
+    Exit codes: 0 the recording has ended, 2 bad usage, server unreachable or port in use.
+    """
+    from loadgen.wire.driver import event_loop
+    from loadgen.wire.probe import Unreachable, Url, reach
+    from loadgen.recording.recorder import Recorder
+
+    if out.exists():
+        fail(f"{out} exists: give another name, or remove it")
+    try:
+        endpoint = reach(Url.parse(url), verify=not insecure)
+        recorder = Recorder(out)
+    except FileExistsError:
+        fail(f"{out}.partial exists: a recording was killed, or is running; keep it under another name")
+    except OSError as error:
+        if isinstance(error, Unreachable):
+            fail(str(error))
+        fail(f"cannot write {out}: {error.strerror}")
+    except ValueError as error:
+        fail(str(error))
+    try:
+        with asyncio.Runner(loop_factory=event_loop) as runner:
+            runner.run(_serve(endpoint, recorder.observe, host, port, duration, url))
+    except OSError as error:
+        _close(recorder, out)
+        fail(f"cannot listen on {host}:{port}: {error.strerror}; give another --port")
+    _close(recorder, out)
+    typer.echo(_conclusion(recorder.tally, out), err=True)
+
+
+async def _serve(
+    endpoint: Endpoint, observer: Observer, host: str, port: int, duration: float | None, url: str
+) -> None:
+    """Until a signal or the end of ``duration``. Raises OSError where it cannot listen."""
+    from loadgen.recording.proxy import Proxy
+
+    over = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, over.set)
+    proxy = Proxy(endpoint, observer)
+    listening = await proxy.start(host, port)
+    name = f"[{host}]" if ":" in host else host
+    typer.echo(f"recording: http://{name}:{listening} -> {url}; Ctrl-C ends it", err=True)
+    try:
+        async with asyncio.timeout(duration):
+            await over.wait()
+    except TimeoutError:
+        pass
+    finally:
+        await proxy.close()
+        await asyncio.sleep(0)  # what hung up is told to the observer
+
+
+def _close(recorder: Recorder, out: Path) -> None:
+    try:
+        recorder.close()
+    except OSError as error:
+        fail(f"cannot write {out}: {error.strerror}; what was recorded is in {out}.partial")
+
+
+def _conclusion(tally: Tally, out: Path) -> str:
+    if not tally.recorded:
+        return f"no request was recorded, {tally.failed} failed: no file written"
+    notes = [
+        f"{count} {what}"
+        for count, what in (
+            (tally.failed, "failed and not recorded"),
+            (tally.cut, "broken off"),
+            (tally.estimated, "prompts of an estimated length, as their answers had no usage"),
+        )
+        if count
+    ]
+    return f"{tally.recorded} requests recorded in {out}" + "".join(f"; {note}" for note in notes)

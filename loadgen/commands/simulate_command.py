@@ -1,0 +1,163 @@
+"""``vtune simulate``: what a config would do on a device that is not at hand. Light to import."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from loadgen.commands.options import Load, with_options
+from loadgen.output.terminal import INTERRUPTED, INVALID, Format, check_writable, fail, interruptible
+
+if TYPE_CHECKING:
+    from loadgen.measure.record import Records
+    from loadgen.commands.simulation import Simulated
+
+
+class Routing(StrEnum):
+    """Names on the command line."""
+
+    RANDOM = "random"
+    LEAST_LOADED = "least-loaded"
+    PREFIX_AWARE = "prefix-aware"
+    LENGTH_POOLED = "length-pooled"
+
+
+def mount(app: typer.Typer) -> None:
+    """Add the command to ``app``."""
+    app.command(no_args_is_help=True)(simulate)
+
+
+@with_options
+def simulate(
+    load: Load,
+    target: Annotated[
+        str,
+        typer.Option(
+            help="simulated:a100-40, a100, h100, h100-pcie, h200, b200, l40s or mi300x (by data sheet), "
+            "simulated:bundled (this machine, as measured), or simulated:FILE.json with step times."
+        ),
+    ],
+    model: Annotated[
+        str, typer.Option(help="config.json, a checkpoint's directory, or a hub id. [bundled]")
+    ] = "bundled",
+    flags: Annotated[
+        str, typer.Option(help="The server's command or flags, e.g. 'vllm serve M --max-num-seqs 64'.")
+    ] = "",
+    replicas: Annotated[int, typer.Option(min=1, max=1024, help="Servers behind a router.")] = 1,
+    routing: Annotated[Routing, typer.Option(help="Who gets a request.")] = Routing.LEAST_LOADED,
+    acceptance: Annotated[
+        float | None,
+        typer.Option(min=0.0, max=1.0, help="Chance that a draft is accepted if those before it were. [0.6]"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides arrivals, classes, lengths and prompts.")] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for records.json, report.md/.html, and replica-N.json of a fleet."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the records here.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Write an offline HTML report here.")
+    ] = None,
+    format: Annotated[Format, typer.Option(help="What is printed.")] = Format.TEXT,
+) -> None:
+    """Simulate a config under a load, in virtual time: the real scheduler, estimated step times.
+
+    What is printed is an ESTIMATE with what it assumes, in the form of `vtune bench run`. The same command
+    gives the same figures, anywhere.
+
+    Examples:
+
+      vtune simulate --target simulated:h100 --model config.json --rate 20 --duration 60s
+
+      vtune simulate --target simulated:h100 --model config.json --flags '--max-num-batched-tokens 2048'
+      --trace azure.csv --trace-window 0s,10m
+
+      vtune simulate --target simulated:h200 --model config.json --workload mixed --rate 60 --duration 2m
+      --replicas 4 --routing length-pooled
+
+    Exit codes: 0 simulated, 2 bad usage or a config that does not start, 3 nothing was answered, 130
+    interrupted (what was simulated is kept).
+    """
+    check_writable(out, json_file, html_file)
+    from loadgen.commands.simulation import simulate as run
+    from loadgen.target import TargetFailed
+
+    try:
+        load.check()
+        with interruptible() as stop:
+            began = time.perf_counter()
+            done = run(
+                target,
+                model,
+                flags,
+                load,
+                seed=seed,
+                replicas=replicas,
+                routing=routing.value,
+                acceptance=acceptance,
+                note=lambda text: typer.echo(text, err=True),
+                stop=stop,
+            )
+            took = time.perf_counter() - began
+    except TargetFailed as failure:
+        fail(f"the server would not start: {failure.detail}")
+    except ValueError as error:
+        fail(str(error))
+    typer.echo(
+        f"simulated {done.seconds:.0f} s in {took:.1f} s ({done.seconds / took:.0f} x real time)", err=True
+    )
+    _write(done, out, json_file, html_file)
+    _print(done, format)
+    raise typer.Exit(_exit_code(done.records))
+
+
+def _exit_code(records: Records) -> int:
+    if records.partial:
+        return INTERRUPTED
+    return 0 if any(record.ok for record in records.requests) else INVALID
+
+
+def _write(done: Simulated, out: Path | None, json_file: Path | None, html_file: Path | None) -> None:
+    from loadgen.measure.record import write_atomically
+    from loadgen.commands.simulation import markdown, to_json
+
+    pages = [html_file] if html_file else []
+    try:
+        if json_file:
+            done.records.save(json_file)
+        if out:
+            done.records.save(out / "records.json")
+            for number, part in enumerate(done.parts):
+                part.save(out / f"replica-{number}.json")
+            write_atomically(out / "summary.json", [json.dumps(to_json(done), indent=2), "\n"])
+            write_atomically(out / "report.md", [markdown(done)])
+            pages.append(out / "report.html")
+        if pages:
+            from loadgen.output.html import html
+
+            page = html(done.records)
+            for path in pages:
+                write_atomically(path, [page])
+    except OSError as error:
+        fail(f"cannot write {error.filename}: {error.strerror}")
+
+
+def _print(done: Simulated, format: Format) -> None:
+    from loadgen.commands.simulation import markdown, print_report, to_json
+
+    try:
+        if format is Format.JSON:
+            typer.echo(json.dumps(to_json(done), indent=2))
+        elif format is Format.MARKDOWN:
+            typer.echo(markdown(done))
+        else:
+            print_report(done, sys.stdout)
+    except BrokenPipeError:  # e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

@@ -1,0 +1,235 @@
+"""What was measured: one record a request, and the run around them. Saved as schema-versioned JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from loadgen.measure import typed
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from loadgen.measure.stats import Bound, Summary
+
+SCHEMA = "vtune.records/1"
+
+
+class RecordsError(ValueError):
+    """A file is no saved run; the message names the file, what is wrong and what to do."""
+
+
+class Failure(StrEnum):
+    """Why a request does not count as a success."""
+
+    REFUSED = "connection refused"
+    CONNECT_TIMEOUT = "no connection"
+    TLS = "TLS error"
+    UNAUTHORIZED = "unauthorized"
+    WRONG_PATH = "wrong path"
+    RATE_LIMITED = "rate limited"
+    UNAVAILABLE = "unavailable"
+    HTTP_ERROR = "HTTP error"
+    NO_ANSWER = "no answer"
+    CLOSED = "closed without an answer"
+    STALLED = "timed out mid-stream"
+    CLOSED_MID_STREAM = "closed mid-stream"
+    GARBAGE = "garbage"
+    IN_BAND_ERROR = "error in the stream"
+    NO_FINISH_REASON = "no finish reason"
+    NO_TOKENS = "no tokens"
+    TOKEN_COUNT = "wrong token count"
+    UNFINISHED = "unfinished"
+    SKIPPED = "turn before failed"
+    CANCELLED = "cancelled"
+    """The run was interrupted: neither a success nor a failure of the server, left out of the figures."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request. Times are integer nanoseconds after the start of the run."""
+
+    index: int
+    cls: str
+    intended: int
+    sent: int | None
+    """When the bytes were written; None: never."""
+    end: int
+    """Last byte, or the moment the failure was noticed."""
+    chunk_at: tuple[int, ...] = ()
+    """Arrival of each chunk that carries tokens."""
+    chunk_tokens: tuple[float, ...] = ()
+    """Tokens in each; they add up to completion_tokens."""
+    failure: Failure | None = None
+    detail: str = ""
+    status: int | None = None
+    retry_after: float | None = None
+    """Seconds, from the server's Retry-After."""
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    """From the server's usage, as completion_tokens and cached_tokens are."""
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+    planned_prompt: int | None = None
+    max_tokens: int = 0
+    retried: bool = False
+    """Sent again because the server had closed the kept-alive connection."""
+    server_queue: float | None = None
+    """Seconds between the engine's queue and its first step on the request, where the server tells
+    (vLLM's --enable-per-request-metrics); so is server_prefill, from there to the first token."""
+    server_prefill: float | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.chunk_at) != len(self.chunk_tokens):
+            raise ValueError(f"{len(self.chunk_at)} chunks, but {len(self.chunk_tokens)} counts of tokens")
+
+    @property
+    def ok(self) -> bool:
+        return self.failure is None
+
+    @property
+    def tokens(self) -> float:
+        """Output tokens delivered."""
+        return sum(self.chunk_tokens)
+
+
+@dataclass(frozen=True)
+class ClientStats:
+    """How the client itself fared. Seconds; lags are of the 10 ms heartbeat."""
+
+    loop: str
+    workers: int
+    cpu: float
+    wall: float
+    reads: int
+    """Pieces that arrived, over all requests."""
+    lag_p50: float
+    lag_p99: float
+    lag_max: float
+    stalls: tuple[tuple[float, float], ...] = ()
+    """(when, how long) of the heartbeats that were more than 20 ms late, seconds after the start."""
+    lag_p95: float = 0.0
+
+
+@dataclass(frozen=True)
+class Records:
+    """A whole run. ``window``: (start, end) of the measured part, seconds after the start."""
+
+    schedule_sha256: str
+    schedule: str
+    mode: str
+    concurrency: int | None
+    planned: int
+    requests: tuple[RequestRecord, ...]
+    window: tuple[float, float]
+    client: ClientStats
+    environment: Mapping[str, Any]
+    start_unix_ms: int
+    """Wall clock of the start: a label, never subtracted from."""
+    seed: int | None = None
+    partial: bool = False
+    """The run was interrupted."""
+    warmup_failures: tuple[str, ...] = ()
+    steady: bool = True
+    """The window is a steady part of the run; False: the run was too short and the window is all of it."""
+    verdict: str = ""
+    """ok | client_limited | server_saturated | too_few_samples | unsteady"""
+    reasons: tuple[str, ...] = ()
+    scrapes: tuple[tuple[int, str], ...] = field(default=(), repr=False)
+    """(unix ms, text of /metrics), where the target was scraped."""
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """In order of first appearance."""
+        return tuple(dict.fromkeys(record.cls for record in self.requests))
+
+    def in_window(self, cls: str | None = None) -> list[RequestRecord]:
+        """The requests that count: intended inside the window and not cancelled."""
+        low, high = (round(edge * 1e9) for edge in self.window)
+        return [
+            record
+            for record in self.requests
+            if low <= record.intended <= high
+            and record.failure is not Failure.CANCELLED
+            and (cls is None or record.cls == cls)
+        ]
+
+    def summary(self, bounds: Sequence[Bound] = ()) -> Summary:
+        """The figures of ``loadgen.measure.stats``; ``bounds`` are what goodput asks of each request."""
+        from loadgen.measure.stats import Summary
+
+        return Summary(self, bounds)
+
+    def frame(self) -> pd.DataFrame:
+        """One row a request; times in seconds, latencies NaN where a request failed."""
+        from loadgen.measure.stats import frame
+
+        return frame(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write JSON; the file appears whole or not at all."""
+        write_atomically(Path(path), [json.dumps(self.to_json(), separators=(",", ":")), "\n"])
+
+    def save_requests(self, path: str | os.PathLike[str]) -> None:
+        """Write one JSON object a request and line (JSONL)."""
+        write_atomically(Path(path), (json.dumps(_request_json(record)) + "\n" for record in self.requests))
+
+    def to_json(self) -> dict[str, Any]:
+        plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("requests", "client")}
+        return {
+            "schema": SCHEMA,
+            **plain,
+            "client": asdict(self.client),
+            "requests": [_request_json(record) for record in self.requests],
+        }
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Records:
+        """Raises RecordsError."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise RecordsError(
+                f"{path}: {error.strerror}; give a file written by `vtune bench run`"
+            ) from None
+        except (ValueError, RecursionError) as error:
+            raise RecordsError(f"{path}: not JSON ({error})") from None
+        return cls.from_json(data, str(path))
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = "records") -> Records:
+        """Raises RecordsError; ``where`` names the source in its message."""
+        schema = data.get("schema") if isinstance(data, dict) else None
+        if schema != SCHEMA:
+            raise RecordsError(f"{where}: schema is {schema!r}, this version reads {SCHEMA!r}; measure again")
+        try:
+            return typed.from_json(cls, {name: data[name] for name in data if name != "schema"}, "the run")
+        except ValueError as error:
+            raise RecordsError(f"{where}: damaged ({error}); measure again") from None
+
+
+def _request_json(record: RequestRecord) -> dict[str, Any]:
+    """Without the fields that hold their default: a run has thousands of these."""
+    return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
+
+
+def write_atomically(path: Path, parts: Iterable[str]) -> None:
+    """UTF-8 text in a temporary file beside ``path``, then renamed over it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.writelines(parts)
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

@@ -1,0 +1,186 @@
+"""Whether a run can be believed: the judgement every run passes on itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loadgen.measure.distribution import Distribution, min_samples, rank_test
+from loadgen.measure.record import Failure, Records, RequestRecord
+from loadgen.measure.stats import Summary
+from loadgen.measure.window import in_flight, overlapping
+
+MAX_LAG = 0.002
+"""Seconds by which the client's loop, or a send, may be late …"""
+LAG_SHARE = 0.1
+"""… or this share of the latency at the same percentile, if that is more. A client on the server's own
+machine is late by some ms at p99; where the server's p99 is a second, that moves nothing."""
+MAX_STALL = 0.1
+"""Seconds for which the client may have stood still once; or the same share of the p99 gap."""
+MAX_CPU = 0.8
+"""Share of a core for one client process; above it, arrivals queue in the client."""
+EXPLAINED = 0.6
+"""A backlog is none where so much of its growth is the arrivals' own: more of them came, or longer ones."""
+_BINS = 120
+
+
+def judge(records: Records) -> tuple[str, tuple[str, ...]]:
+    """(verdict, reasons). The worst applies: client_limited, server_saturated, unsteady, too_few_samples."""
+    summary = Summary(records)
+    findings = {
+        "client_limited": _client_limits(records, summary),
+        "server_saturated": _saturation(records, summary),
+        "unsteady": _drift(records, summary),
+        "too_few_samples": _shortage(summary),
+    }
+    reasons = tuple(reason for found in findings.values() for reason in found)
+    verdict = next((name for name, found in findings.items() if found), "ok")
+    return verdict, reasons + _notes(records, summary)
+
+
+def _client_limits(records: Records, summary: Summary) -> list[str]:
+    client, found = records.client, []
+    gaps, waits = summary.distribution("inter_chunk"), summary.distribution("ttft")
+    sends = summary.distribution("lateness")
+    lags = {0.5: client.lag_p50, 0.95: client.lag_p95, 0.99: client.lag_p99}
+    for quantile, lag in lags.items():
+        if lag > _allowed(gaps, quantile, MAX_LAG):
+            found.append(f"the client's loop was late by {lag * 1e3:.1f} ms at p{quantile * 100:g}")
+        late = sends.rank(quantile)
+        if records.mode == "open" and late > _allowed(waits, quantile, MAX_LAG):
+            found.append(f"requests were sent {late * 1e3:.1f} ms late at p{quantile * 100:g}")
+    found += [
+        f"the client stood still for {length * 1e3:.0f} ms at {at:.2f} s"
+        for at, length in client.stalls
+        if length >= _allowed(gaps, 0.99, MAX_STALL) and records.window[0] - length <= at <= records.window[1]
+    ]
+    if client.wall > 0 and client.cpu / client.wall / client.workers > MAX_CPU:
+        found.append(f"a client process used {client.cpu / client.wall / client.workers:.0%} of a core")
+    return found
+
+
+def _allowed(latency: Distribution, quantile: float, at_least: float) -> float:
+    """Failures (infinite) allow nothing more."""
+    level = latency.rank(quantile)
+    return max(at_least, LAG_SHARE * level) if math.isfinite(level) else at_least
+
+
+def _saturation(records: Records, summary: Summary) -> list[str]:
+    found = []
+    grown = backlog(records)
+    if grown > 0:
+        found.append(
+            f"{grown:.0f} requests piled up: {summary.value('offered_rate'):.3g} req/s were offered, "
+            f"{summary.value('request_rate'):.3g} served"
+        )
+    left = sum(r.failure is Failure.UNFINISHED for r in records.requests)
+    if left:
+        found.append(f"{left} requests were unfinished when the time for the drain was over")
+    return found
+
+
+def backlog(records: Records, cls: str | None = None) -> float:
+    """Requests by which the number in flight grew over the window, 0 where it is no trend. Open loop only.
+
+    A trend: the last third of the window holds on average half as many again as the first, and the
+    growth from the window's start to its end exceeds both 5 requests and a tenth of all arrivals. (At an
+    offered load r times the capacity, 1 - 1/r of the arrivals pile up.) Recorded traffic rises within
+    a window: what would have grown as well had every request been served at the first third's pace is
+    no backlog.
+    """
+    if records.mode == "closed" or not records.steady:
+        return 0.0
+    low, high = records.window
+    requests = [r for r in records.requests if cls is None or r.cls == cls]
+    arrivals = sum(low <= r.intended / 1e9 <= high for r in requests)
+    if not arrivals:
+        return 0.0
+    times = np.linspace(low, high, _BINS)
+    level = in_flight(requests, times)
+    first, last = _outer_thirds(level)
+    growth = float(level[-1] - level[0])
+    if last <= 1.5 * first or growth <= max(5.0, 0.1 * arrivals):
+        return 0.0
+    usual = _outer_thirds(_at_the_first_pace(requests, times))
+    return growth if usual[1] - usual[0] < EXPLAINED * (last - first) else 0.0
+
+
+def _outer_thirds(level: NDArray[np.int64]) -> tuple[float, float]:
+    """Means of the first and of the last third."""
+    third = len(level) // 3
+    return float(level[:third].mean()), float(level[-third:].mean())
+
+
+def _at_the_first_pace(requests: Sequence[RequestRecord], times: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Requests in flight at ``times``, had each taken as long a token as those of the first third."""
+    begins = np.array([r.intended / 1e9 for r in requests])
+    tokens = np.array([r.tokens if r.ok else r.max_tokens for r in requests])
+    early = [r for r in requests if r.ok and times[0] <= r.intended / 1e9 <= times[len(times) // 3]]
+    served = sum(r.tokens for r in early)
+    pace = sum(r.end - r.intended for r in early) / 1e9 / served if served else 0.0
+    return overlapping(begins, begins + pace * tokens, times)
+
+
+def _drift(records: Records, summary: Summary) -> list[str]:
+    if not records.steady:
+        return ["the schedule is shorter than two requests take: there is no steady part, all of it counts"]
+    found = []
+    low, high = records.window
+    level = in_flight(records.requests, np.linspace(low, high, _BINS))
+    halves = float(level[: _BINS // 2].mean()), float(level[_BINS // 2 :].mean())
+    if _differ(*halves) and abs(halves[0] - halves[1]) > 2 * float(np.sqrt(np.mean(level))) + 1:
+        found.append(
+            f"requests in flight drifted: {halves[0]:.1f} in the first half, {halves[1]:.1f} in the second"
+        )
+    drift = _ttft_drift(records)
+    if drift:
+        found.append(drift)
+    return found
+
+
+def _ttft_drift(records: Records) -> str:
+    """Medians of the two halves differ by half, and a rank test says that this is no chance (p < 0.001)."""
+    middle = sum(records.window) / 2
+    halves: tuple[list[float], list[float]] = ([], [])
+    for r in records.in_window():
+        if r.ok:
+            halves[r.intended / 1e9 > middle].append((r.chunk_at[0] - r.intended) / 1e9)
+    if min(map(len, halves)) < 10:
+        return ""
+    first, second = (float(np.median(half)) for half in halves)
+    if not _differ(first, second) or rank_test(*halves) >= 0.001:
+        return ""
+    return f"TTFT drifted: median {first:.3g} s in the first half, {second:.3g} s in the second"
+
+
+def _differ(a: float, b: float) -> bool:
+    return max(a, b) > 1.5 * min(a, b)
+
+
+def _shortage(summary: Summary) -> list[str]:
+    measured = int(summary.value("measured"))
+    needed = min_samples(0.9)
+    if measured >= needed:
+        return []
+    return [f"{measured} requests were measured; even a p90 needs {needed}"]
+
+
+def _notes(records: Records, summary: Summary) -> tuple[str, ...]:
+    """What a reader should know and what is no verdict."""
+    notes = []
+    failed: dict[str, int] = {}
+    for r in records.in_window():
+        if r.failure is not None:
+            failed[r.failure] = failed.get(r.failure, 0) + 1
+    if failed:
+        notes.append("failed: " + ", ".join(f"{count} {kind}" for kind, count in failed.items()))
+    if any(r.ok and r.completion_tokens is None for r in records.requests):
+        notes.append("the server sent no usage: a chunk is taken for a token")
+    if records.warmup_failures:
+        notes.append(f"{len(records.warmup_failures)} warm-up requests failed: {records.warmup_failures[0]}")
+    if records.partial:
+        notes.append("the run was interrupted: figures are of what had been measured by then")
+    return tuple(notes)

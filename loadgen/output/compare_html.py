@@ -1,0 +1,90 @@
+"""A comparison as one HTML file that opens offline."""
+
+from __future__ import annotations
+
+import math
+from html import escape
+
+import plotly.graph_objects as go
+
+from loadgen.compare import Comparison, Row, split_metric
+from loadgen.output.html import figure, page, plots, table, terms
+from loadgen.measure.paired import rises
+from loadgen.measure.stats import DEFINITIONS
+
+_COLOURS = {"regress": "#b3423f", "improve": "#3f9253"}
+_NEUTRAL = "#6b6b6b"
+_SIDES = (("a", "#3b6fb6"), ("b", "#d1792b"))
+
+
+def html(comparison: Comparison) -> str:
+    """The whole page."""
+    head, *rows = comparison.table()
+    families = {row.metric.partition("{")[0].rpartition("_")[0] or row.metric for row in comparison.rows}
+    sides = [(name.upper(), config) for name, config in (("a", comparison.a), ("b", comparison.b)) if config]
+    how = "both servers up, loaded in turn" if comparison.together else "servers restarted in turn"
+    notes = "".join(f"<li>{escape(note)}</li>" for note in comparison.notes)
+    environment = comparison.pairs[0].a.environment.items() if comparison.pairs else ()
+    body = (
+        f'<p class="verdict">Verdict: <b>{escape(comparison.verdict)}</b></p>'
+        f"<p>{len(comparison.pairs)} pairs, {how}. The run is the unit.</p><ul>{notes}</ul>"
+        f"{terms(sides)}{table(head, rows)}{plots([_ratios(comparison), *_pairs(comparison)])}"
+        f"<h2>Environment</h2>{terms(environment)}"
+        f"<h2>Definitions</h2>{terms((n, text) for n, text in DEFINITIONS.items() if n in families)}"
+    )
+    return page("Comparison", body)
+
+
+def _ratios(comparison: Comparison) -> go.Figure:
+    """B/A of every metric with its interval; the band is what does not count."""
+    rows = [row for row in comparison.rows if math.isfinite(row.ratio) and math.isfinite(row.high)]
+    trace = go.Scatter(
+        x=[100 * (row.ratio - 1) for row in rows],
+        y=[_label(row) for row in rows],
+        mode="markers",
+        marker={"size": 9, "color": [_COLOURS.get(row.verdict, _NEUTRAL) for row in rows]},
+        error_x={
+            "type": "data",
+            "symmetric": False,
+            "color": _NEUTRAL,
+            "array": [100 * (row.high - row.ratio) for row in rows],
+            "arrayminus": [100 * (row.ratio - row.low) for row in rows],
+        },
+        name=f"change and {comparison.confidence:.0%} interval",
+    )
+    drawn = figure("B against A", "%", "", [trace])
+    drawn.add_vline(0, line_color="#999")
+    for row in rows:
+        drawn.add_shape(
+            type="rect", x0=-100 * row.floor, x1=100 * row.floor, y0=_label(row), y1=_label(row),
+            line={"width": 14, "color": "rgba(60,110,180,0.12)"},
+        )  # fmt: skip
+    return drawn
+
+
+def _label(row: Row) -> str:
+    return f"{row.metric} ({'more' if rises(row.metric) else 'less'} is better)"
+
+
+def _pairs(comparison: Comparison) -> list[go.Figure]:
+    """Every run's figure, pair by pair: a drift of the machine shows as both sides moving."""
+    figures = []
+    for row in comparison.rows:
+        traces = [
+            go.Scatter(
+                x=list(range(1, len(comparison.pairs) + 1)),
+                y=_values(comparison, row.metric, side),
+                mode="lines+markers",
+                name=side.upper(),
+                line_color=colour,
+            )
+            for side, colour in _SIDES
+        ]
+        if math.isfinite(row.ratio):
+            figures.append(figure(row.metric, "pair", "", traces))
+    return figures
+
+
+def _values(comparison: Comparison, metric: str, side: str) -> list[float]:
+    name, cls = split_metric(metric)
+    return [getattr(pair, side).summary().value(name, cls) for pair in comparison.pairs]

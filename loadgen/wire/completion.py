@@ -1,0 +1,329 @@
+"""From one exchange's raw bytes to its record: OpenAI streaming, failures, tokens of each chunk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from loadgen.wire.http1 import MalformedResponse, Response, decode
+from loadgen.measure.record import Failure, RequestRecord
+from loadgen.wire.sse import events
+from loadgen.wire.messages import End, Exchange
+from loadgen.plan.workload import PlannedRequest
+
+_BEFORE_AN_ANSWER = {
+    End.COMPLETE: Failure.GARBAGE,
+    End.CLOSED: Failure.CLOSED,
+    End.RESET: Failure.CLOSED,
+    End.TIMEOUT: Failure.NO_ANSWER,
+    End.REFUSED: Failure.REFUSED,
+    End.CONNECT_TIMEOUT: Failure.CONNECT_TIMEOUT,
+    End.TLS: Failure.TLS,
+    End.MALFORMED: Failure.GARBAGE,
+    End.UNFINISHED: Failure.UNFINISHED,
+    End.CANCELLED: Failure.CANCELLED,
+    End.SKIPPED: Failure.SKIPPED,
+}
+_MID_STREAM = {
+    End.COMPLETE: Failure.NO_FINISH_REASON,
+    End.CLOSED: Failure.CLOSED_MID_STREAM,
+    End.RESET: Failure.CLOSED_MID_STREAM,
+    End.TLS: Failure.CLOSED_MID_STREAM,
+    End.TIMEOUT: Failure.STALLED,
+    End.MALFORMED: Failure.GARBAGE,
+    End.UNFINISHED: Failure.UNFINISHED,
+    End.CANCELLED: Failure.CANCELLED,
+    End.SKIPPED: Failure.SKIPPED,
+}
+_STATUS = {
+    401: Failure.UNAUTHORIZED,
+    403: Failure.UNAUTHORIZED,
+    404: Failure.WRONG_PATH,
+    405: Failure.WRONG_PATH,
+    429: Failure.RATE_LIMITED,
+    503: Failure.UNAVAILABLE,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """One event with a choice: how much text, and how many tokens where the server counts them."""
+
+    at_ns: int
+    chars: int
+    tokens: int | None
+    role_only: bool
+    finished: bool
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What a stream said."""
+
+    deltas: list[_Delta] = field(default_factory=list)
+    finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """The engine's own times of the request, where it sends them."""
+    failure: Failure | None = None
+    detail: str = ""
+
+
+def parse_exchange(exchange: Exchange, planned: PlannedRequest, start_ns: int) -> RequestRecord:
+    """The record of ``exchange``; its times become relative to ``start_ns``."""
+    response, failure, detail = _decode(exchange)
+    stream = _Stream() if response is None or failure else read_stream(response)
+    if failure is None:
+        failure, detail = _judge(exchange, planned, stream)
+    completion = _integer(stream.usage.get("completion_tokens"))
+    chunks = merge_by_stamp(allot_tokens(stream.deltas, completion))
+    end_ns = exchange.stamps[-1] if failure is None else exchange.ended_ns
+    return RequestRecord(
+        index=exchange.index,
+        cls=planned.cls,
+        intended=exchange.intended_ns - start_ns,
+        sent=exchange.sent_ns - start_ns if exchange.sent_ns else None,
+        end=end_ns - start_ns,
+        chunk_at=tuple(stamp - start_ns for stamp in chunks),
+        chunk_tokens=tuple(chunks.values()),
+        failure=failure,
+        detail=detail,
+        status=None if response is None else response.head.status,
+        retry_after=None if response is None else _retry_after(response.head.headers.get("retry-after")),
+        finish_reason=stream.finish_reason,
+        prompt_tokens=_integer(stream.usage.get("prompt_tokens")),
+        completion_tokens=completion,
+        cached_tokens=_cached_tokens(stream.usage),
+        planned_prompt=None if planned.prompt_token_ids is None else len(planned.prompt_token_ids),
+        max_tokens=planned.max_tokens,
+        retried=exchange.retried,
+        server_queue=_milliseconds(stream.metrics.get("queue_time_ms")),
+        server_prefill=_milliseconds(stream.metrics.get("time_to_first_token_ms")),
+    )
+
+
+def _decode(exchange: Exchange) -> tuple[Response | None, Failure | None, str]:
+    if not exchange.stamps:
+        if exchange.end is End.TIMEOUT and not exchange.sent_ns:
+            return None, Failure.CONNECT_TIMEOUT, exchange.detail
+        return None, _BEFORE_AN_ANSWER[exchange.end], exchange.detail
+    try:
+        response = decode(exchange.parts, exchange.stamps)
+    except MalformedResponse as error:
+        whole = exchange.end in (End.COMPLETE, End.MALFORMED)  # else its head was cut off
+        return None, Failure.GARBAGE if whole else _MID_STREAM[exchange.end], exchange.detail or str(error)
+    status = response.head.status
+    if status != 200:
+        return response, _STATUS.get(status, Failure.HTTP_ERROR), f"HTTP {status}: {_message(response.body)}"
+    kind = response.head.headers.get("content-type", "")
+    if response.complete and "text/event-stream" not in kind:
+        body = _json(response.body)
+        if isinstance(body, dict) and "error" in body:
+            return response, Failure.IN_BAND_ERROR, _message(response.body)
+        return response, Failure.GARBAGE, f"expected an event stream, got {kind or 'no content type'}"
+    return response, None, ""
+
+
+def _judge(exchange: Exchange, planned: PlannedRequest, stream: _Stream) -> tuple[Failure | None, str]:
+    """Success needs a finish reason, no error in the stream, and with ignore_eos the right token count."""
+    if stream.failure is not None:
+        return stream.failure, stream.detail
+    ended = exchange.end in (End.COMPLETE, End.CLOSED, End.RESET)
+    if stream.finish_reason is None or not ended:
+        return _MID_STREAM[exchange.end], exchange.detail
+    completion = _integer(stream.usage.get("completion_tokens"))
+    if not stream.deltas or completion == 0:
+        return Failure.NO_TOKENS, f"finish reason {stream.finish_reason!r} without a token"
+    if planned.ignore_eos and completion is not None and completion != planned.max_tokens:
+        return Failure.TOKEN_COUNT, f"asked for {planned.max_tokens} tokens, got {completion}"
+    return None, ""
+
+
+def read_stream(response: Response) -> _Stream:
+    """Walk the events up to the first that ends or spoils the stream."""
+    stream = _Stream()
+    counted = 0
+    for event in events(response.pieces):
+        if event.data == b"[DONE]":
+            break
+        body = _json(event.data)
+        if not isinstance(body, dict):
+            if not response.complete:  # the connection ended inside this event
+                break
+            stream.failure, stream.detail = Failure.GARBAGE, f"not a JSON object: {event.data[:80]!r}"
+            break
+        if body.get("error") is not None:
+            stream.failure, stream.detail = Failure.IN_BAND_ERROR, _message(event.data)
+            break
+        counted = _take_event(stream, body, event.at_ns, counted)
+    return stream
+
+
+def _take_event(stream: _Stream, body: dict[str, Any], at_ns: int, counted: int) -> int:
+    """Add one event; returns the tokens that running usage has counted so far."""
+    usage = body.get("usage")
+    if isinstance(usage, dict):
+        stream.usage = usage
+    metrics = body.get("metrics")
+    if isinstance(metrics, dict):
+        stream.metrics = metrics
+    choices = body.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        return counted
+    choice = choices[0]
+    tokens, counted = _exact_tokens(choice, usage, counted)
+    finish = choice.get("finish_reason")
+    if finish is not None:
+        stream.finish_reason = str(finish)
+    text = _text(choice)
+    role_only = not text and _names_role(choice)
+    stream.deltas.append(_Delta(at_ns, len(text), tokens, role_only, finish is not None))
+    return counted
+
+
+def _milliseconds(value: object) -> float | None:
+    """As seconds; None for what is no time."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e12:
+        return None
+    return value / 1e3
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """Generated text of any kind: completion text, chat content, reasoning, tool arguments."""
+    if isinstance(choice.get("text"), str):
+        return str(choice["text"])
+    delta = choice.get("delta")
+    if not isinstance(delta, dict):
+        return ""
+    parts = [delta.get(name) for name in ("content", "reasoning_content", "reasoning")]
+    text = "".join(part for part in parts if isinstance(part, str))
+    return text if not delta.get("tool_calls") else text + json.dumps(delta["tool_calls"])
+
+
+def _names_role(choice: dict[str, Any]) -> bool:
+    delta = choice.get("delta")
+    return isinstance(delta, dict) and "role" in delta
+
+
+def _exact_tokens(choice: dict[str, Any], usage: object, counted: int) -> tuple[int | None, int]:
+    """How many tokens this event carries, where the server says so (token ids, or running usage)."""
+    ids = choice.get("token_ids")
+    if isinstance(ids, list):
+        return len(ids), counted + len(ids)
+    if isinstance(usage, dict):
+        total = _integer(usage.get("completion_tokens"))
+        if total is not None:
+            return total - counted, total
+    return None, counted
+
+
+def allot_tokens(deltas: Sequence[_Delta], total: int | None) -> list[tuple[int, float]]:
+    """(stamp, tokens) of the deltas that carry tokens.
+
+    The first delta with text is the first token; empty ones before it carry none, and what they may
+    have held counts with it. Later empty ones can carry a token whose text is held back (half a
+    character): they count only if that makes the number of deltas equal to ``total``. Where a delta
+    carries several tokens, the surplus goes to those with the most text a token.
+    """
+    exact = [delta for delta in deltas if delta.tokens and delta.tokens > 0]
+    if exact and sum(delta.tokens or 0 for delta in exact) == total:
+        return _from_first_text(exact, [float(delta.tokens or 0) for delta in exact])
+    texts = [delta for delta in deltas if delta.chars]
+    if not texts and total:  # only special tokens, whose text is skipped: usage proves that they were there
+        texts = [delta for delta in deltas if not delta.role_only]
+    if not texts or total == 0:
+        return []
+    if total is None or total == len(texts):
+        return [(delta.at_ns, 1.0) for delta in texts]
+    carriers = _carriers(deltas, total)
+    if carriers:
+        return _from_first_text(carriers, [1.0] * len(carriers))
+    counts = _spread(texts, total) if total > len(texts) else [total / len(texts)] * len(texts)
+    return [(delta.at_ns, count) for delta, count in zip(texts, counts, strict=True)]
+
+
+def merge_by_stamp(tokens: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """Tokens of each chunk. What arrived in the same read came together and is one chunk."""
+    chunks: dict[int, float] = {}
+    for at_ns, count in tokens:
+        chunks[at_ns] = chunks.get(at_ns, 0.0) + count
+    return chunks
+
+
+def _carriers(deltas: Sequence[_Delta], total: int) -> list[_Delta] | None:
+    """The deltas, empty ones included, if there are exactly ``total`` (a bare finish may be left out)."""
+    everything = [delta for delta in deltas if not delta.role_only]
+    if len(everything) == total:
+        return everything
+    without_finish = [delta for delta in everything if delta.chars or not delta.finished]
+    return without_finish if len(without_finish) == total else None
+
+
+def _from_first_text(deltas: Sequence[_Delta], tokens: Sequence[float]) -> list[tuple[int, float]]:
+    first = next((i for i, delta in enumerate(deltas) if delta.chars), 0)
+    counts = [sum(tokens[: first + 1]), *tokens[first + 1 :]]
+    return [(delta.at_ns, count) for delta, count in zip(deltas[first:], counts, strict=True)]
+
+
+def _spread(deltas: Sequence[_Delta], total: int) -> list[float]:
+    """One token each; the surplus in shares of the text, its remainder to the most text a token."""
+    chars = sum(delta.chars for delta in deltas) or 1
+    surplus = total - len(deltas)
+    counts = [1 + surplus * delta.chars // chars for delta in deltas]
+    order = sorted(range(len(deltas)), key=lambda i: (-deltas[i].chars / counts[i], i))
+    for k in range(total - sum(counts)):
+        counts[order[k % len(order)]] += 1
+    return [float(count) for count in counts]
+
+
+def _json(data: bytes) -> object:
+    try:
+        return json.loads(
+            data.decode("utf-8", "surrogatepass")
+        )  # given bytes, it guesses their encoding first
+    except ValueError:
+        return None
+
+
+def _message(body: bytes) -> str:
+    """The server's own words, cut to a line."""
+    parsed = _json(body)
+    error = parsed.get("error", parsed) if isinstance(parsed, dict) else None
+    if isinstance(error, dict):
+        error = error.get("message") or error.get("detail")
+    text = str(error) if error else body.decode("utf-8", "replace")
+    return " ".join(text.split())[:300]
+
+
+def _integer(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _cached_tokens(usage: dict[str, Any]) -> int | None:
+    details = usage.get("prompt_tokens_details")
+    return _integer(details.get("cached_tokens")) if isinstance(details, dict) else None
+
+
+def _retry_after(value: str | None) -> float | None:
+    """Seconds, from either form of the header."""
+    if value is None:
+        return None
+    if value.isascii() and value.isdigit():
+        return float(value)
+    try:
+        when = parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    return max(0.0, (when - datetime.now(UTC)).total_seconds()) if when.tzinfo else None
+
+
+def parse_all(
+    exchanges: Iterable[Exchange], planned: dict[int, PlannedRequest], start_ns: int
+) -> tuple[RequestRecord, ...]:
+    """Records in order of their intended time."""
+    records = (parse_exchange(exchange, planned[exchange.index], start_ns) for exchange in exchanges)
+    return tuple(sorted(records, key=lambda record: (record.intended, record.index)))

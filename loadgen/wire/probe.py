@@ -1,0 +1,138 @@
+"""What a server says about itself before the load starts."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from loadgen.wire.messages import Endpoint
+
+MAX_ANSWER = 1 << 24
+"""Bytes that are read of an answer."""
+
+
+class Unreachable(ConnectionError):
+    """The server cannot be used; the message says what was tried, what happened and what to do."""
+
+
+@dataclass(frozen=True)
+class Url:
+    """A server's base URL, taken apart. ``prefix`` is the path before /v1, without a trailing slash."""
+
+    scheme: str
+    host: str
+    port: int
+    prefix: str
+
+    @classmethod
+    def parse(cls, text: str) -> Url:
+        """Raises ValueError."""
+        full = text if "://" in text else f"http://{text}"
+        parts = urlsplit(full)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{text!r} is no server URL: write e.g. http://127.0.0.1:8000")
+        if parts.username is not None or parts.query:
+            raise ValueError(f"{text!r}: no user name or query belongs here; give a key with --api-key")
+        try:
+            port = parts.port or (443 if parts.scheme == "https" else 80)
+        except ValueError:
+            raise ValueError(f"{text!r}: the port is not a number from 1 to 65535") from None
+        path = parts.path.rstrip("/")
+        return cls(parts.scheme, parts.hostname, port, path.removesuffix("/v1"))
+
+    @property
+    def netloc(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        default = 443 if self.scheme == "https" else 80
+        return host if self.port == default else f"{host}:{self.port}"
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.netloc}{self.prefix}"
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """``max_model_len`` and ``version`` are None where the server does not say."""
+
+    model: str
+    max_model_len: int | None
+    version: str | None
+
+
+def reach(url: Url, *, verify: bool = True, timeout: float = 10.0) -> Endpoint:
+    """The first address of the host that accepts a connection. Raises Unreachable."""
+    try:
+        addresses = socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unreachable(f"{url}: the name {url.host!r} cannot be resolved ({error.strerror})") from None
+    problem = "no address"
+    for _, _, _, _, address in addresses:
+        try:
+            socket.create_connection((str(address[0]), url.port), timeout).close()
+        except OSError as error:
+            problem = error.strerror or str(error)
+        else:
+            name = url.host if url.scheme == "https" else None
+            return Endpoint(str(address[0]), url.port, name, verify)
+    raise Unreachable(f"{url}: {problem}; is the server running, and is the port right?")
+
+
+def probe(url: Url, *, api_key: str | None = None, verify: bool = True, timeout: float = 10.0) -> ServerInfo:
+    """Ask /v1/models (and /version). Raises Unreachable, also for an answer that cannot be used."""
+    status, body = _get(url, "/v1/models", api_key, verify, timeout)
+    if status in (401, 403):
+        raise Unreachable(
+            f"{url}: HTTP {status} for /v1/models; give the key with --api-key or VTUNE_API_KEY"
+        )
+    if status != 200:
+        raise Unreachable(f"{url}: HTTP {status} for /v1/models; is this an OpenAI-compatible server?")
+    try:
+        first = json.loads(body)["data"][0]
+        model, length = str(first["id"]), first.get("max_model_len")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        raise Unreachable(f"{url}: /v1/models lists no model; is this an OpenAI-compatible server?") from None
+    return ServerInfo(
+        model, length if type(length) is int and length > 0 else None, _version(url, api_key, verify, timeout)
+    )
+
+
+def _version(url: Url, api_key: str | None, verify: bool, timeout: float) -> str | None:
+    try:
+        status, body = _get(url, "/version", api_key, verify, timeout)
+        answer = json.loads(body) if status == 200 else None
+    except (Unreachable, ValueError, RecursionError):
+        return None
+    return str(answer["version"]) if isinstance(answer, dict) and "version" in answer else None
+
+
+def _get(url: Url, path: str, api_key: str | None, verify: bool, timeout: float) -> tuple[int, bytes]:
+    headers: Mapping[str, str] = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    connection = _connection(url, verify, timeout)
+    try:
+        connection.request("GET", url.prefix + path, headers=dict(headers))
+        response = connection.getresponse()
+        return response.status, response.read(MAX_ANSWER)
+    except ssl.SSLError as error:
+        raise Unreachable(f"{url}: TLS: {error.reason or error}; http instead of https?") from None
+    except TimeoutError:
+        raise Unreachable(f"{url}: no answer to GET {path} within {timeout:g} s") from None
+    except (OSError, http.client.HTTPException) as error:
+        problem = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        raise Unreachable(f"{url}: {problem}; is the server running, and is the port right?") from None
+    finally:
+        connection.close()
+
+
+def _connection(url: Url, verify: bool, timeout: float) -> http.client.HTTPConnection:
+    if url.scheme == "http":
+        return http.client.HTTPConnection(url.host, url.port, timeout=timeout)
+    context: Any = ssl.create_default_context()
+    if not verify:
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return http.client.HTTPSConnection(url.host, url.port, timeout=timeout, context=context)
