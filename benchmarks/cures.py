@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from doctor.playbook import Playbook, Remedy, load_all
-from doctor.proof import SCHEMA as PROOF
-from doctor.proof import label
-from doctor.standing import FILE, NOT_VERIFIED, SCHEMA, fingerprint
+from doctor.diagnosis.playbook import Playbook, Remedy, load_all
+from doctor.proof.result import SCHEMA as PROOF
+from doctor.proof.result import label
+from doctor.diagnosis.verification_status import FILE, NOT_VERIFIED, SCHEMA, fingerprint
 from loadgen.measure.record import write_atomically
 
 ROOT = Path(__file__).parents[1]

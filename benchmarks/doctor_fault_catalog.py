@@ -1,6 +1,6 @@
 """Faults to inject, and healthy servers to leave alone: one live set-up each, and three simulated ones.
 
-A set-up is written as ``reproduce:`` in a playbook is (``doctor/experiment.py``). Live ones are sized for the
+A set-up is written as ``reproduce:`` in a playbook is (``doctor/diagnosis/experiment.py``). Live ones are sized for the
 bundled model on two CPU cores, simulated ones for an 8B model on an H100.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from doctor.experiment import Side, overlaid
+from doctor.diagnosis.experiment import Side, overlaid
 
 HEALTHY = "healthy"
 

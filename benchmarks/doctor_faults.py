@@ -27,13 +27,13 @@ from typing import Any
 
 from benchmarks.doctor_fault_catalog import CONTROLS, FAULTS, HEALTHY, Fault, Setup
 from benchmarks.prometheus import await_first_scrape, load_recordings, prometheus
-from doctor.diagnose import Diagnosis, diagnose
-from doctor.experiment import BUNDLED, Side
-from doctor.experiment_load import schedule
-from doctor.experiment_target import Stage, opened
+from doctor.diagnosis.diagnose import Diagnosis, diagnose
+from doctor.diagnosis.experiment import BUNDLED, Side
+from doctor.proof.experiment_load import schedule
+from doctor.proof.experiment_target import Stage, opened
 from servers.metrics.exposition import record
-from doctor.finding import Finding
-from doctor.sources import PrometheusSource, Scrapes
+from doctor.diagnosis.finding import Finding
+from doctor.metrics.sources import PrometheusSource, Scrapes
 from loadgen.measure.record import Records
 
 EVERY_S = 15

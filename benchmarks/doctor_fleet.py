@@ -22,10 +22,10 @@ import psutil
 from benchmarks.doctor_loads import each
 from benchmarks.prometheus import load_recordings, prometheus
 from benchmarks.virtual_server import VirtualServer
-from doctor.diagnose import Diagnosis, diagnose
+from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from servers.metrics.exposition import Recording, record
-from doctor.live import Ask
-from doctor.sources import PrometheusSource
+from doctor.metrics.live import Ask
+from doctor.metrics.sources import PrometheusSource
 
 WINDOW_S = 300.0
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from benchmarks.doctor_loads import CASES, HEALTHY, recorded
 from benchmarks.peer_rules import PEERS, Figures, Peer
-from doctor.diagnose import Diagnosis, diagnose
+from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from servers.metrics.exposition import read_series_text, record, split_scrapes
-from doctor.sources import Scrapes
+from doctor.metrics.sources import Scrapes
 from servers.flags.command import parse_command
 
 TRUTH: Mapping[str, str] = {

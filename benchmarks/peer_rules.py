@@ -18,9 +18,9 @@ import numpy as np
 from servers.metrics.catalog import METRICS
 from servers.metrics.exposition import Recording
 from servers.reading import Number
-from doctor.signals import Node, OverTime, Quantile
-from doctor.slo import DEFAULTS
-from doctor.sources import observe_recording
+from doctor.metrics.signals import Node, OverTime, Quantile
+from doctor.diagnosis.judged_slo import DEFAULTS
+from doctor.metrics.sources import observe_recording
 
 BINS = 8
 

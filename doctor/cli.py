@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from doctor.diff_cli import diff_command
-from doctor.export_cli import export_app
-from doctor.options import LogIn, assumptions, choose_source, stop
-from doctor.playbook_cli import playbook_app
-from doctor.verify_cli import verify_command
+from doctor.commands.diff_command import diff_command
+from doctor.commands.export_command import export_app
+from doctor.commands.options import LogIn, assumptions, choose_source, stop
+from doctor.commands.playbook_command import playbook_app
+from doctor.commands.verify_command import verify_command
 from loadgen.commands.options import with_options
 
 if TYPE_CHECKING:
-    from doctor.finding import Diagnosis
-    from doctor.sources import Source
+    from doctor.diagnosis.finding import Diagnosis
+    from doctor.metrics.sources import Source
 
 doctor_app = typer.Typer(invoke_without_command=True, no_args_is_help=True, rich_markup_mode="rich")
 doctor_app.add_typer(export_app, name="export")
@@ -128,11 +128,11 @@ def doctor(
     """
     if context.invoked_subcommand is not None:
         return
-    from doctor.diagnose import diagnose
+    from doctor.diagnosis.diagnose import diagnose
     from servers.logs.vllm_log import read_log
-    from doctor.period import period, seconds
-    from doctor.playbook import PlaybookError
-    from doctor.sources import SeriesFile, SourceError
+    from doctor.metrics.period import period, seconds
+    from doctor.diagnosis.playbook import PlaybookError
+    from doctor.metrics.sources import SeriesFile, SourceError
     from servers.flags.command import FlagError, parse_command
     from servers.slo.bounds import SloError
 
@@ -171,8 +171,8 @@ def doctor(
 
 def _rolling(source: Source) -> Source:
     """A page that is watched is scraped once a look, and judged over the last minute."""
-    from doctor.sources import MetricsUrl
-    from doctor.watch import RollingMetrics
+    from doctor.metrics.sources import MetricsUrl
+    from doctor.output.watch import RollingMetrics
 
     return RollingMetrics(source) if isinstance(source, MetricsUrl) else source
 
@@ -181,9 +181,9 @@ def _watch(judge: Callable[[], Diagnosis], pause: float, format: Format) -> Diag
     import json
     from datetime import datetime
 
-    from doctor.finding import Diagnosis
-    from doctor.sources import SourceError
-    from doctor.watch import line, screen, watch
+    from doctor.diagnosis.finding import Diagnosis
+    from doctor.metrics.sources import SourceError
+    from doctor.output.watch import line, screen, watch
 
     if format not in (Format.text, Format.json):
         raise ValueError(f"--watch writes text or json, not {format.value}")
@@ -208,10 +208,10 @@ def _watch(judge: Callable[[], Diagnosis], pause: float, format: Format) -> Diag
 def _print(diagnosis: Diagnosis, format: Format, queries: bool, fail_on: Threshold | None) -> None:
     import json
 
-    from doctor.junit import as_junit
-    from doctor.markdown import as_markdown
-    from doctor.playbook import load_all
-    from doctor.report import as_text
+    from doctor.output.junit import as_junit
+    from doctor.output.markdown import as_markdown
+    from doctor.diagnosis.playbook import load_all
+    from doctor.output.report import as_text
 
     if sys.stderr.isatty():
         typer.echo("\r", nl=False, err=True)
@@ -227,7 +227,7 @@ def _print(diagnosis: Diagnosis, format: Format, queries: bool, fail_on: Thresho
 
 
 def _exit_code(diagnosis: Diagnosis, fail_on: Threshold | None) -> int:
-    from doctor.playbook import SEVERITIES
+    from doctor.diagnosis.playbook import SEVERITIES
 
     worst = diagnosis.worst()
     if fail_on is None or worst is None:

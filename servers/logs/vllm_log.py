@@ -15,7 +15,7 @@ from typing import Any
 from servers.logs import sglang_log
 from servers.input_file import GZIP, gunzipped, read_input
 from servers.log_facts import LogFacts, page, pairs
-from doctor.sources import Observation, Scrapes, Source, SourceError
+from doctor.metrics.sources import Observation, Scrapes, Source, SourceError
 
 _VERSION = re.compile(r"(?:version|engine \(v|server version) ?(\d+\.\d+[\w.+]*)")
 _NON_DEFAULT = re.compile(r"non-default args: (\{.*\})")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks.cures import PAGE, VERIFIED, is_current, tables, with_table
-from doctor.playbook import load_all
-from doctor.standing import NOT_VERIFIED, SCHEMA, standing
+from doctor.diagnosis.playbook import load_all
+from doctor.diagnosis.verification_status import NOT_VERIFIED, SCHEMA, standing
 
 BOOKS = load_all()
 BY_ID = {book.id: book for book in BOOKS}

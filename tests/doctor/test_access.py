@@ -18,10 +18,10 @@ from live_prometheus import load_recording, needs_prometheus, prometheus
 from synthetic_server import Server
 from typer.testing import CliRunner
 
-from doctor.access import Access, AccessError, read_access
-from doctor.diagnose import diagnose
+from doctor.metrics.access import Access, AccessError, read_access
+from doctor.diagnosis.diagnose import diagnose
 from servers.metrics.exposition import record
-from doctor.sources import MetricsUrl, PrometheusSource, SourceError
+from doctor.metrics.sources import MetricsUrl, PrometheusSource, SourceError
 from vtune_cli import app
 
 SECRET = "s3cret-of-this-test"

@@ -13,15 +13,15 @@ import pytest
 from live_prometheus import load_recordings, needs_prometheus, prometheus
 from synthetic_server import Server
 
-from doctor.diagnose import diagnose
-from doctor.evaluators import Group
+from doctor.diagnosis.diagnose import diagnose
+from doctor.metrics.evaluators import Group
 from servers.metrics.exposition import Recording, record
-from doctor.fleet import FIGURES
-from doctor.live import Ask
+from doctor.diagnosis.fleet import FIGURES
+from doctor.metrics.live import Ask
 from servers.reading import Number, Reading
-from doctor.signals import SIGNALS
-from doctor.slo import DEFAULTS
-from doctor.sources import Observation, PrometheusSource, Scrapes, observe_recording
+from doctor.metrics.signals import SIGNALS
+from doctor.diagnosis.judged_slo import DEFAULTS
+from doctor.metrics.sources import Observation, PrometheusSource, Scrapes, observe_recording
 
 pytestmark = needs_prometheus
 

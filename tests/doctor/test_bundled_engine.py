@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from live_prometheus import await_first_scrape, needs_prometheus, prometheus
 
-from doctor.diagnose import Diagnosis, diagnose
-from doctor.sources import PrometheusSource, Scrapes
+from doctor.diagnosis.diagnose import Diagnosis, diagnose
+from doctor.metrics.sources import PrometheusSource, Scrapes
 from loadgen.plan.arrivals import ClosedLoop
 from loadgen.targets.server import ServerTarget
 from loadgen.wire.messages import Progress

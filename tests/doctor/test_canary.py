@@ -14,9 +14,9 @@ from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
 from doctor.cli import mount
-from doctor.diagnose import diagnose
-from doctor.experiment_target import packaged
-from doctor.sources import Scrapes
+from doctor.diagnosis.diagnose import diagnose
+from doctor.proof.experiment_target import packaged
+from doctor.metrics.sources import Scrapes
 
 app = typer.Typer()
 mount(app)

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from synthetic_server import Server
 
-from doctor.cost import Cost, Toll, Unit, total
-from doctor.diagnose import diagnose
+from doctor.diagnosis.cost import Cost, Toll, Unit, total
+from doctor.diagnosis.diagnose import diagnose
 from servers.expression import Lookup, parse_expression
-from doctor.finding import Finding
-from doctor.playbook import load_all
+from doctor.diagnosis.finding import Finding
+from doctor.diagnosis.playbook import load_all
 from servers.reading import Missing, Number, Reading
-from doctor.report import as_text
-from doctor.sources import Scrapes
+from doctor.output.report import as_text
+from doctor.metrics.sources import Scrapes
 
 VALUES = {"waiting_mean": 9.0, "request_rate": 3.0, "tpot_mean": 0.05, "itl_mean": 0.2}
 

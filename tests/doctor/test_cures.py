@@ -14,17 +14,17 @@ import typer
 from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
-from doctor import standing
+from doctor.diagnosis import verification_status
 from doctor.cli import mount
-from doctor.cures import Order, carry_out, read_proof
-from doctor.diagnose import diagnose
-from doctor.experiment_target import stage_of
-from doctor.markdown import as_markdown
-from doctor.playbook import Playbook, load_all, parse_playbook
-from doctor.proof import Proof
-from doctor.report import as_text
-from doctor.sources import Scrapes
-from doctor.verify import Interrupted, Terms, prove
+from doctor.proof.experiment_runner import Order, carry_out, read_proof
+from doctor.diagnosis.diagnose import diagnose
+from doctor.proof.experiment_target import stage_of
+from doctor.output.markdown import as_markdown
+from doctor.diagnosis.playbook import Playbook, load_all, parse_playbook
+from doctor.proof.result import Proof
+from doctor.output.report import as_text
+from doctor.metrics.sources import Scrapes
+from doctor.proof.verify import Interrupted, Terms, prove
 
 BOOKS = {book.id: book for book in load_all()}
 QUICK = Terms(pairs=2, seconds=4.0)
@@ -191,7 +191,7 @@ def test_every_prescription_says_whether_it_was_verified(proofs: list[Mapping[st
     assert "[not verified]" in as_text(before)
     book = BOOKS["seq-cap"]
     proofs.append(
-        {"playbook": "seq-cap", "remedy_print": standing.fingerprint(book, 0), "standing": "verified"}
+        {"playbook": "seq-cap", "remedy_print": verification_status.fingerprint(book, 0), "standing": "verified"}
     )
     after = diagnose(sick, {"max_num_seqs": 4})
     (prescription,) = after.to_json()["findings"][0]["prescriptions"]
@@ -202,7 +202,7 @@ def test_every_prescription_says_whether_it_was_verified(proofs: list[Mapping[st
 
 def test_a_cure_that_was_reworded_is_not_verified(proofs: list[Mapping[str, Any]]) -> None:
     proofs.append({"playbook": "seq-cap", "remedy_print": "another", "standing": "verified"})
-    assert standing.standing(BOOKS["seq-cap"], 0) == "not verified"
+    assert verification_status.standing(BOOKS["seq-cap"], 0) == "not verified"
 
 
 # The command.

@@ -13,9 +13,9 @@ from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
 from doctor.cli import mount
-from doctor.diff import Difference, Side, as_lines, difference
-from doctor.slo import parse_slo
-from doctor.sources import Scrapes
+from doctor.diagnosis.diff import Difference, Side, as_lines, difference
+from doctor.diagnosis.judged_slo import parse_slo
+from doctor.metrics.sources import Scrapes
 
 app = typer.Typer()
 mount(app)

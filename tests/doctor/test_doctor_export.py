@@ -21,14 +21,14 @@ from synthetic_server import Server
 from test_playbooks import CASES
 from typer.testing import CliRunner, Result
 
-from doctor.alerts import alert_rules
+from doctor.export.alerts import alert_rules
 from doctor.cli import mount
-from doctor.dashboard import dashboard
-from doctor.diagnose import diagnose
-from doctor.export import compiler
+from doctor.export.dashboard import dashboard
+from doctor.diagnosis.diagnose import diagnose
+from doctor.export.export import compiler
 from servers.metrics.exposition import record
-from doctor.playbook import load_all
-from doctor.sources import Scrapes
+from doctor.diagnosis.playbook import load_all
+from doctor.metrics.sources import Scrapes
 
 app = typer.Typer()
 mount(app)

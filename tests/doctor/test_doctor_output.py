@@ -22,12 +22,12 @@ from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
 from doctor.cli import mount
-from doctor.diagnose import diagnose
-from doctor.finding import Diagnosis
-from doctor.period import moment, period
-from doctor.playbook import load_all
-from doctor.sources import MetricsUrl, Scrapes, SourceError
-from doctor.watch import CLEAR, RollingMetrics, line, screen, watch
+from doctor.diagnosis.diagnose import diagnose
+from doctor.diagnosis.finding import Diagnosis
+from doctor.metrics.period import moment, period
+from doctor.diagnosis.playbook import load_all
+from doctor.metrics.sources import MetricsUrl, Scrapes, SourceError
+from doctor.output.watch import CLEAR, RollingMetrics, line, screen, watch
 
 app = typer.Typer()
 mount(app)

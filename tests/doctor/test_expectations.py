@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from doctor.expectation import Change, change, judge, parse_expectation
+from doctor.diagnosis.expectation import Change, change, judge, parse_expectation
 
 
 def seen(low: float, ratio: float, high: float) -> Change:

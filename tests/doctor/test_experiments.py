@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from doctor.experiment import (
+from doctor.diagnosis.experiment import (
     Experiment,
     ExperimentError,
     Side,
@@ -15,9 +15,9 @@ from doctor.experiment import (
     overlaid,
     read_reproduction,
 )
-from doctor.experiment_load import describe, schedule
-from doctor.experiment_target import fleet_scrapes
-from doctor.playbook import load_all, parse_playbook
+from doctor.proof.experiment_load import describe, schedule
+from doctor.proof.experiment_target import fleet_scrapes
+from doctor.diagnosis.playbook import load_all, parse_playbook
 from loadgen.measure.record import Records
 from loadgen.targets.simulated import SimulatedTarget
 from loadgen.plan.workload import Schedule
@@ -160,7 +160,7 @@ def test_a_fleet_is_scraped_as_one_page_with_instances(small_fleet: tuple[Record
 @pytest.fixture
 def small_fleet() -> tuple[Records, ...]:
     """Two replicas, of which one never gets a request."""
-    from doctor.experiment_target import packaged
+    from doctor.proof.experiment_target import packaged
 
     target = SimulatedTarget("simulated:h100", packaged("shape", "8b"), replicas=2, routing="length-pooled")
     with target.open({}) as fleet:

@@ -12,10 +12,10 @@ from synthetic_server import Server
 
 from servers.metrics import catalog
 from servers.flags import known_flags
-from doctor.diagnose import diagnose
+from doctor.diagnosis.diagnose import diagnose
 from servers.log_facts import LogFacts
 from servers.logs.vllm_log import LogSource, parse_log, read_log
-from doctor.sources import Scrapes, SourceError
+from doctor.metrics.sources import Scrapes, SourceError
 
 V1_LOG = "\n".join(
     [

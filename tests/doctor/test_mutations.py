@@ -18,9 +18,9 @@ from recordings import TRUTH, meta, needs_recordings, scrapes
 from synthetic_server import Server
 
 from servers.metrics.catalog import METRICS
-from doctor.diagnose import Diagnosis, diagnose
+from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from servers.metrics.exposition import Recording, Series, record
-from doctor.sources import Observation, Scrapes, SeriesFile, Source, SourceError, observe_recording
+from doctor.metrics.sources import Observation, Scrapes, SeriesFile, Source, SourceError, observe_recording
 from servers.flags.command import parse_command
 
 NAMES = [name for name in TRUTH if name != "prefix-unshared"]

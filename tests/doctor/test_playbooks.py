@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from synthetic_server import Server
 
-from doctor.diagnose import Diagnosis, diagnose
+from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from servers.flags.known_flags import FLAG_NAMES
-from doctor.playbook import PlaybookError, check_together, load_all, parse_playbook
-from doctor.signals import SIGNALS
-from doctor.sources import Scrapes
+from doctor.diagnosis.playbook import PlaybookError, check_together, load_all, parse_playbook
+from doctor.metrics.signals import SIGNALS
+from doctor.metrics.sources import Scrapes
 
 BASE = Server()
 LONG = {

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from doctor.evaluators import Group
-from doctor.finding import Prescription
+from doctor.metrics.evaluators import Group
+from doctor.diagnosis.finding import Prescription
 from servers.flags.known_flags import Engine, Flags, resolve
-from doctor.patient import Patient
-from doctor.playbook import Playbook, load_all
-from doctor.prescribe import prescriptions
+from doctor.diagnosis.engine_view import Patient
+from doctor.diagnosis.playbook import Playbook, load_all
+from doctor.diagnosis.prescribe import prescriptions
 from servers.reading import Missing, Number, Reading
-from doctor.signals import SIGNALS, Unit
+from doctor.metrics.signals import SIGNALS, Unit
 from servers.flags.command import parse_command
 
 DIRECTION = {

@@ -12,13 +12,13 @@ from live_prometheus import free_port, load_recording, needs_prometheus, prometh
 from recordings import needs_recordings, scrapes
 from synthetic_server import Server
 
-from doctor.diagnose import diagnose
+from doctor.diagnosis.diagnose import diagnose
 from servers.metrics.exposition import record
-from doctor.period import period
+from doctor.metrics.period import period
 from servers.reading import Missing, Number
-from doctor.signals import SIGNALS
-from doctor.slo import DEFAULTS
-from doctor.sources import PrometheusSource, Scrapes, SourceError
+from doctor.metrics.signals import SIGNALS
+from doctor.diagnosis.judged_slo import DEFAULTS
+from doctor.metrics.sources import PrometheusSource, Scrapes, SourceError
 
 pytestmark = needs_prometheus
 

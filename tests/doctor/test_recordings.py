@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from recordings import TRUTH, log_path, meta, needs_recordings, scrapes, series_path
 
-from doctor.diagnose import Diagnosis, diagnose
+from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from servers.logs.vllm_log import LogSource, read_log
-from doctor.sources import Scrapes, SeriesFile
+from doctor.metrics.sources import Scrapes, SeriesFile
 from servers.flags.command import parse_command
 
 pytestmark = needs_recordings

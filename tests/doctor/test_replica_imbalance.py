@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import pytest
 from synthetic_server import Server
 
-from doctor.diagnose import Diagnosis, diagnose
-from doctor.report import as_text
-from doctor.sources import Scrapes
+from doctor.diagnosis.diagnose import Diagnosis, diagnose
+from doctor.output.report import as_text
+from doctor.metrics.sources import Scrapes
 
 MORE = "One instance carries far more load than its peers"
 FEWER = "One instance gets far fewer requests than its peers"

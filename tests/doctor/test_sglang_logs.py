@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from doctor.diagnose import Diagnosis, diagnose
+from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from servers.logs.vllm_log import LogSource, parse_log
-from doctor.sources import Scrapes, SourceError
+from doctor.metrics.sources import Scrapes, SourceError
 
 Moment = datetime
 START = datetime(2025, 11, 20, 23, 59, 30)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from llama_8b import CONFIG
 
-from doctor.diagnose import diagnose
-from doctor.sources import Scrapes
+from doctor.diagnosis.diagnose import diagnose
+from doctor.metrics.sources import Scrapes
 from loadgen.plan.arrivals import Poisson
 from loadgen.targets.simulated import SimulatedTarget
 from loadgen.plan.workload import preset

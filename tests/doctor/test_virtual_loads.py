@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.doctor_loads import CASES, HEALTHY, Case, recorded
 from benchmarks.virtual_server import GPU
-from doctor.diagnose import Diagnosis, diagnose
-from doctor.sources import Scrapes
+from doctor.diagnosis.diagnose import Diagnosis, diagnose
+from doctor.metrics.sources import Scrapes
 
 WELL = [case for case in CASES.values() if case.truth == HEALTHY and case.pace != GPU]
 SICK = [case for case in CASES.values() if case.truth != HEALTHY and case.pace != GPU]

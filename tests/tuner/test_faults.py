@@ -279,9 +279,9 @@ LABELS = {
     "loadgen/recording/proxy.py": "when a request came; intervals are monotonic",
     "loadgen/wire/completion.py": "Retry-After may be a date",
     "doctor/cli.py": "a line's time of day",
-    "doctor/period.py": "the time zone",
-    "doctor/sources.py": "the end of a window that Prometheus is asked for",
-    "doctor/watch.py": "a line's time of day",
+    "doctor/metrics/period.py": "the time zone",
+    "doctor/metrics/sources.py": "the end of a window that Prometheus is asked for",
+    "doctor/output/watch.py": "a line's time of day",
 }
 """Who may read the wall clock, and for what: nothing of it is a duration."""
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from servers.flags.defaults import Engine
-from doctor.diagnose import diagnose
-from doctor.finding import Finding
-from doctor.playbook import PlaybookError
-from doctor.slo import Slo as Objectives
-from doctor.slo import parse_slo as parse_objectives
-from doctor.sources import Scrapes, SourceError
+from doctor.diagnosis.diagnose import diagnose
+from doctor.diagnosis.finding import Finding
+from doctor.diagnosis.playbook import PlaybookError
+from doctor.diagnosis.judged_slo import Slo as Objectives
+from doctor.diagnosis.judged_slo import parse_slo as parse_objectives
+from doctor.metrics.sources import Scrapes, SourceError
 from servers.slo.bounds import Bound, family_of
 
 JUDGED = ("itl", "tpot", "ttft")

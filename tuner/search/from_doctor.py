@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from doctor.finding import SCHEMA
+from doctor.diagnosis.finding import SCHEMA
 from tuner.runs.findings import TrialFinding
 from tuner.search.crashes import Codes, codes_of
 from tuner.space.space import SPECULATION, Space

@@ -1,0 +1,131 @@
+"""What several of the doctor's commands read from their options. Light: heavy imports sit inside."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from doctor.metrics.access import Access
+    from doctor.metrics.period import Period
+    from doctor.metrics.sources import Source
+
+
+@dataclass(frozen=True)
+class LogIn:
+    """How --prometheus and --metrics are reached. Secrets come from files or the environment."""
+
+    token_file: Annotated[
+        Path | None, typer.Option(help="A file that holds a bearer token; or $VTUNE_TOKEN.")
+    ] = None
+    user: Annotated[str | None, typer.Option(help="For basic authentication, with a password.")] = None
+    password_file: Annotated[
+        Path | None, typer.Option(help="A file that holds the user's password; or $VTUNE_PASSWORD.")
+    ] = None
+    ca_file: Annotated[
+        Path | None, typer.Option(help="Certificates (PEM) to trust for https, such as your own CA's.")
+    ] = None
+    insecure: Annotated[bool, typer.Option("--insecure", help="Take any certificate; for tests only.")] = (
+        False
+    )
+
+    def access(self) -> Access:
+        """Raises ValueError for what cannot be read."""
+        from doctor.metrics.access import read_access
+
+        return read_access(
+            os.environ,
+            token_file=self.token_file,
+            user=self.user,
+            password_file=self.password_file,
+            ca_file=self.ca_file,
+            insecure=self.insecure,
+        )
+
+
+def choose_source(
+    metrics: str | None,
+    prometheus: str | None,
+    series: Path | None,
+    log: Path | None,
+    selector: str,
+    period: Period | None = None,
+    bench: Path | None = None,
+    login: LogIn | None = None,
+) -> Source:
+    """The one source that the options name. Raises SourceError."""
+    from doctor.metrics.benchmark import BenchmarkResult
+    from servers.logs.vllm_log import LogSource
+    from doctor.metrics.sources import MetricsUrl, PrometheusSource, SeriesFile, SourceError
+
+    given = [
+        name
+        for name, value in (
+            ("--metrics", metrics),
+            ("--prometheus", prometheus),
+            ("--series", series),
+            ("--bench", bench),
+        )
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise SourceError(f"{' and '.join(given)} are different sources; give one")
+    if selector and prometheus is None:
+        raise SourceError("--selector chooses series of a Prometheus; it needs --prometheus URL")
+    if period is not None and prometheus is None and series is None:
+        raise SourceError(
+            "--since and --until look into the past; they need --prometheus URL or --series FILE"
+        )
+    access = (login or LogIn()).access()
+    if metrics is not None:
+        return MetricsUrl(metrics, access=access, progress=_progress())
+    if prometheus is not None:
+        return PrometheusSource(prometheus, selector, period=period, access=access)
+    if series is not None:
+        return SeriesFile(series, period)
+    if bench is not None:
+        return BenchmarkResult(bench)
+    if log is not None:
+        return LogSource(log)
+    raise SourceError(
+        "nothing to look at: give --metrics URL, --prometheus URL, --series FILE, --bench FILE or --log FILE"
+    )
+
+
+def _progress() -> Callable[[float], None] | None:
+    """Seconds watched so far, on a terminal only."""
+    if not sys.stderr.isatty():
+        return None
+    return lambda elapsed: typer.echo(f"\rwatching … {elapsed:3.0f} s", nl=False, err=True)
+
+
+def assumptions(texts: list[str]) -> dict[str, float]:
+    """Read ``shared-prefix=1000``. Raises ValueError."""
+    from doctor.diagnosis.playbook import ASSUMPTIONS
+
+    assumed = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        key = name.strip().replace("-", "_")
+        if key not in ASSUMPTIONS:
+            known = ", ".join(known.replace("_", "-") for known in ASSUMPTIONS)
+            raise ValueError(f"--assume {text}: unknown; known: {known}")
+        try:
+            assumed[key] = float(value)
+        except ValueError:
+            raise ValueError(f"--assume {text}: write {name}=NUMBER") from None
+        if not 0 <= assumed[key] < float("inf"):
+            raise ValueError(f"--assume {text}: must be a number of tokens, 0 or more")
+    return assumed
+
+
+def stop(message: str, code: int = 2) -> NoReturn:
+    """Say what was wrong, and end."""
+    typer.echo(f"vtune doctor: {message}", err=True)
+    raise typer.Exit(code)

@@ -1,0 +1,176 @@
+"""From one window of metrics to findings: every rule judged, every figure shown, causes first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from doctor.diagnosis.finding import CannotTell, Diagnosis, Evidence, Finding
+from servers.flags.known_flags import Engine
+from doctor.diagnosis.fleet import fleets
+from servers.log_facts import LogFacts
+from doctor.diagnosis.engine_view import Patient, patients, with_baseline
+from doctor.diagnosis.playbook import SEVERITIES, Playbook, load_all
+from doctor.diagnosis.prescribe import prescriptions
+from servers.reading import Number
+from doctor.metrics.signals import SIGNALS
+from doctor.diagnosis.judged_slo import Slo, parse_slo
+from doctor.metrics.sources import Source
+
+FEW_REQUESTS = 20
+"""Below this a P95 is the slowest request."""
+
+
+def diagnose(
+    source: Source,
+    flags: Mapping[str, Any] | None = None,
+    slo: Slo | str | None = None,
+    *,
+    log: LogFacts | None = None,
+    assume: Mapping[str, float] | None = None,
+    window: float | None = None,
+    engine: Engine | None = None,
+    baseline: Source | None = None,
+    baseline_flags: Mapping[str, Any] | None = None,
+    playbooks: Sequence[Playbook] | None = None,
+) -> Diagnosis:
+    """Judge every playbook on every engine of ``source``.
+
+    ``flags``: the server's current flags as ``servers.flags.command.parse_command`` gives them (an empty mapping:
+    started with defaults; None: not known). ``slo``: as :func:`doctor.diagnosis.judged_slo.parse_slo` reads it. ``assume``:
+    values for :data:`doctor.diagnosis.playbook.ASSUMPTIONS`. ``window``: seconds, None for the source's default.
+    ``baseline``: an earlier time to compare with, under ``baseline_flags``.
+    Raises SourceError, SloError, PlaybookError.
+    """
+    objectives = slo if isinstance(slo, Slo) else parse_slo(slo)
+    observation = source.observe(window, objectives.values)
+    books = [book for book in (load_all() if playbooks is None else playbooks) if book.when.parts]
+    examined = patients(observation, flags, objectives, log, assume or {}, engine)
+    if baseline is not None:
+        earlier = baseline.observe(None, objectives.values)
+        examined = with_baseline(
+            examined, patients(earlier, baseline_flags, objectives, None, assume or {}, engine)
+        )
+    findings: list[Finding] = []
+    cannot_tell: list[CannotTell] = []
+    for patient in examined:
+        own: list[tuple[Playbook, Finding]] = []
+        for book in books:
+            truth = book.when.judge(patient.lookup)
+            if truth.value:
+                own.append((book, _finding(book, patient)))
+            elif truth.value is None and not patient.excuses(truth.missing):
+                cannot_tell.append(CannotTell(book.id, book.severity, patient.name, truth.missing))
+        findings += _explain(own)
+    findings = ranked(findings)
+    idle = all(patient.idle for patient in examined)
+    return Diagnosis(
+        source=observation.name,
+        family=observation.family,
+        version=examined[0].flags.version,
+        window_s=observation.window_s,
+        slo=objectives,
+        findings=tuple(findings),
+        cannot_tell=tuple(cannot_tell),
+        healthy=_healthy(findings, cannot_tell),
+        idle=idle,
+        engines=tuple(patient.name for patient in examined),
+        notes=(*observation.notes, *objectives.notes, *_remarks(examined)),
+        fleets=fleets(observation.evaluator, examined),
+    )
+
+
+def _finding(book: Playbook, patient: Patient) -> Finding:
+    evidence = []
+    for name in book.signals:
+        reading = patient.readings[name]
+        if isinstance(reading, Number):
+            unit = SIGNALS[name].unit
+            evidence.append(Evidence(name, reading.point, unit, patient.queries[name], _bound_note(reading)))
+    named = set(book.when.names)
+    return Finding(
+        id=book.id,
+        severity=book.severity,
+        title=book.named(patient.lookup),
+        instance=patient.name,
+        model=patient.group.model_name,
+        engine=patient.group.engine,
+        evidence=tuple(evidence),
+        flags={name: flag for name, flag in patient.flags.known.items() if name in named},
+        prescriptions=prescriptions(book, patient),
+        expect=book.expect,
+        toll=book.cost.of(patient.lookup) if book.cost else None,
+    )
+
+
+def _bound_note(number: Number) -> str | None:
+    if number.exact:
+        return None
+    if math.isinf(number.high):
+        return f"at least {number.low:g}: in the last bucket"
+    return f"between {number.low:g} and {number.high:g}: in the first bucket"
+
+
+def _explain(found: list[tuple[Playbook, Finding]]) -> list[Finding]:
+    """Mark every finding that another one on the same engine explains."""
+    causes: dict[str, str] = {}
+    books = {finding.id: book for book, finding in found}
+    for finding in ranked([finding for _, finding in found]):
+        for consequence in books[finding.id].explains:
+            causes.setdefault(consequence, finding.id)
+
+    def root(identity: str) -> str | None:
+        cause = causes.get(identity)
+        return None if cause is None else root(cause) or cause
+
+    return [replace(finding, suppressed_by=root(finding.id)) for _, finding in found]
+
+
+def ranked(findings: Sequence[Finding]) -> list[Finding]:
+    """Causes first; of these what is to be cured, the costliest first; what is only worth knowing last.
+
+    The cost of one finding on several engines is what it costs on all of them.
+    """
+    costs: dict[tuple[str, str | None], float] = {}
+    for finding in findings:
+        kind = finding.id, finding.suppressed_by
+        costs[kind] = costs.get(kind, 0.0) + (finding.cost or 0.0)
+
+    def rank(finding: Finding) -> tuple[Any, ...]:
+        severity = SEVERITIES.index(finding.severity)
+        return (
+            finding.suppressed_by is not None,
+            finding.severity == "info",
+            -costs[finding.id, finding.suppressed_by],
+            -severity,
+            finding.id,
+            -(finding.cost or 0.0),
+            finding.instance,
+        )
+
+    return sorted(findings, key=rank)
+
+
+def _healthy(findings: Sequence[Finding], cannot_tell: Sequence[CannotTell]) -> bool:
+    """No warning, and none that only something missing keeps from being judged.
+
+    What only the user or another source can know does not count against a server, nor does a fleet of one.
+    """
+    if any(SEVERITIES.index(finding.severity) >= SEVERITIES.index("warning") for finding in findings):
+        return False
+    unknown = [{missing.kind for missing in item.missing} for item in cannot_tell if item.severity != "info"]
+    return all("elsewhere" in kinds or kinds <= {"assumption", "peers"} for kinds in unknown)
+
+
+def _remarks(examined: Sequence[Patient]) -> list[str]:
+    """What limits the diagnosis without being a finding."""
+    notes = []
+    for patient in examined:
+        restarts, requests = (patient.readings[name] for name in ("restarts", "first_tokens"))
+        if isinstance(restarts, Number) and restarts.point >= 1:
+            notes.append(f"{patient.name}: the counters restarted {restarts.point:g} time(s) in the window")
+        if isinstance(requests, Number) and 0.5 <= requests.point < FEW_REQUESTS:
+            notes.append(f"{patient.name}: only {requests.point:.0f} requests, so percentiles are rough")
+    return notes

@@ -1,0 +1,244 @@
+"""One engine under examination: its signals, its flags, and what the metrics give away about those."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from servers.flags import known_flags as server_flags
+from doctor.metrics.evaluators import Group
+from servers.flags.known_flags import Engine, Flags
+from servers.log_facts import LogFacts
+from doctor.diagnosis.playbook import ASSUMPTIONS, told_by
+from servers.reading import Missing, Number, Reading
+from doctor.metrics.signals import SIGNALS
+from doctor.diagnosis.judged_slo import Slo
+from doctor.metrics.sources import Observation
+
+
+@dataclass(frozen=True)
+class Patient:
+    """One engine with everything that rules may ask about it."""
+
+    group: Group
+    name: str
+    readings: Mapping[str, Reading]
+    queries: Mapping[str, str]
+    flags: Flags
+    constants: Mapping[str, float]
+    """SLOs, assumptions, and what a log, a benchmark or a baseline told."""
+    baseline: Patient | None = None
+    """The same engine in an earlier recording."""
+
+    def lookup(self, name: str) -> Reading:
+        if name in self.readings:
+            return self.readings[name]
+        if name in self.constants:
+            return Number.exactly(self.constants[name])
+        if name in ASSUMPTIONS:
+            return Missing(name, "assumption", ASSUMPTIONS[name])
+        if (who := told_by(name)) is not None:
+            return self._before(name.removeprefix("baseline_")) or Missing(name, "elsewhere", who)
+        reading = self.flags.reading(name)
+        return reading if isinstance(reading, Number) else Missing(name, "flag", reading.why)
+
+    def _before(self, name: str) -> Reading | None:
+        if self.baseline is None or told_by(name) is not None:
+            return None
+        reading = self.baseline.lookup(name)
+        return (
+            Missing(f"baseline_{name}", reading.kind, reading.why)
+            if isinstance(reading, Missing)
+            else reading
+        )
+
+    @property
+    def idle(self) -> bool:
+        """No request was seen in the window."""
+        return self._all_zero("running_max", "waiting_max", "first_tokens")
+
+    def excuses(self, missing: Iterable[Missing]) -> bool:
+        """Whether a rule does not apply here, rather than being undecided.
+
+        It compares with peers, and there are none; or requests are so few and short that no scrape met one,
+        and nothing builds up.
+        """
+        kinds = {item.kind for item in missing}
+        return "peers" in kinds or (kinds <= {"empty"} and self._all_zero("running_max", "waiting_max"))
+
+    def _all_zero(self, *names: str) -> bool:
+        known = [reading.point for name in names if isinstance(reading := self.readings[name], Number)]
+        return bool(known) and not any(known)
+
+
+def patients(
+    observation: Observation,
+    given: Mapping[str, Any] | None,
+    slo: Slo,
+    log: LogFacts | None,
+    assume: Mapping[str, float],
+    engine: Engine | None,
+) -> list[Patient]:
+    evaluator = observation.evaluator
+    read = evaluator.read_all(list(SIGNALS.values()))
+    queries = {name: evaluator.query(signal) for name, signal in SIGNALS.items()}
+    configs = evaluator.cache_config()
+    kind: Engine = engine or ("sglang" if observation.family == "SGLang" else "vllm")
+    seen = []
+    for group in evaluator.groups:
+        config = _config_of(group, configs)
+        flags = server_flags.resolve(given, log, config, engine=kind, version=observation.version)
+        drafts = _drafts({name: values[group] for name, values in read.items()}, queries, flags)
+        readings = {name: values[group] for name, values in read.items()} | drafts[0]
+        seen.append(
+            Patient(
+                group,
+                _name(group, evaluator.groups, observation.name),
+                readings,
+                {**queries, **drafts[1]},
+                _infer(flags, readings),
+                {**slo.values, **assume, **observation.facts, **(log.durations if log else {})},
+            )
+        )
+    return seen
+
+
+def with_baseline(examined: Sequence[Patient], baseline: Sequence[Patient]) -> list[Patient]:
+    """Each engine beside itself in an earlier recording: the same labels, or the only one there was."""
+    before = {patient.group: patient for patient in baseline}
+    compared = []
+    for patient in examined:
+        old = before.get(patient.group) or (baseline[0] if len(baseline) == 1 else None)
+        facts = {} if old is None else _against(patient, old)
+        compared.append(replace(patient, baseline=old, constants={**patient.constants, **facts}))
+    return compared
+
+
+def _against(patient: Patient, old: Patient) -> dict[str, float]:
+    """Whether the model is another, and how much larger the KV pool is."""
+    facts = {"model_changed": float(patient.group.model_name != old.group.model_name)}
+    pools = [p.flags.reading("kv_cache_tokens") for p in (patient, old)]
+    if isinstance(pools[0], Number) and isinstance(pools[1], Number) and pools[1].point > 0:
+        facts["pool_change"] = pools[0].point / pools[1].point
+    return facts
+
+
+def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[str, str] | None:
+    """``cache_config_info`` carries no model name, so instance and engine must do."""
+    for labels in configs:
+        if labels.get("instance", "") == group.instance and labels.get("engine", "") in ("", group.engine):
+            return labels
+    return None
+
+
+def _drafts(
+    readings: Mapping[str, Reading], queries: Mapping[str, str], flags: Flags
+) -> tuple[dict[str, Reading], dict[str, str]]:
+    """SGLang counts no drafts: what a step accepts, beside the number it drafts, says how many there were."""
+    drafted, length, generated = (
+        flags.known["num_speculative_tokens"],
+        readings["accept_length"],
+        readings["generated"],
+    )
+    if not drafted.certain or not isinstance(length, Number) or not isinstance(generated, Number):
+        return {}, {}
+    each = drafted.number.point
+    if each < 1 or length.point < 1:
+        return {}, {}
+    own = queries["accept_length"]
+    figures = {
+        "draft_tokens": (
+            each * generated.point / length.point,
+            f"{each:g} * ({queries['generated']}) / ({own})",
+        ),
+        "acceptance": ((length.point - 1) / each, f"(({own}) - 1) / {each:g}"),
+        "tokens_drafted_per_draft": (each, f"vector({each:g})"),
+    }
+    return (
+        {name: Number.exactly(value) for name, (value, _) in figures.items()},
+        {name: query for name, (_, query) in figures.items()},
+    )
+
+
+def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
+    """Read off the metrics what no metric says outright."""
+    flags = _at_least_what_runs(_infer_budget(_infer_speculation(flags, readings), readings), readings)
+    wanted = (
+        "running_max",
+        "running_when_waiting",
+        "waiting_share",
+        "kv_max",
+        "decode_per_prefill",
+    )
+    found = [reading.point for name in wanted if isinstance(reading := readings[name], Number)]
+    if flags.known["max_num_seqs"].certain or len(found) < len(wanted):
+        return flags
+    most, usual, waiting, kv, decode = found
+    # Requests wait, the KV pool has room, and running stays at its maximum: that maximum is the cap. A slot
+    # is empty for a step whenever a request finishes, hence half a slot less. Two or three of them can also
+    # be what a small token budget admits; then they are held by prefill and not by decoding.
+    flat = usual > 0.9 * most if most >= 4 and decode <= 1 else usual > 0.8 * most - 0.5
+    possible = most >= flags.known["max_num_seqs"].number.low
+    if possible and waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > 1):
+        return flags.with_flag(server_flags.inferred("max_num_seqs", most, most, most))
+    return flags
+
+
+def _at_least_what_runs(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
+    """The sequence cap is no smaller than the batch was."""
+    seqs, most = flags.known["max_num_seqs"], readings["running_max"]
+    if seqs.certain or not isinstance(most, Number) or most.point <= seqs.number.low:
+        return flags
+    return flags.with_flag(seqs.bounded(seqs.number.maximum(Number.exactly(most.point))))
+
+
+def _infer_budget(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
+    """The least the token budget can be: it covers every running sequence, and the largest step booked.
+
+    A step books each prompt that ends in it with its whole length. All of them but the first began in the
+    same step, so the budget is at least the step less one prompt. Bucket bounds stand for the values: the
+    lower one for the step (its buckets are powers of two), the upper one for the prompt.
+    """
+    tokens = flags.known["max_num_batched_tokens"]
+    if tokens.certain or flags.engine == "sglang":
+        return flags
+    least = 1.0
+    running, step, prompt = (
+        readings[name] for name in ("running_max", "iteration_tokens_max", "prompt_tokens_max")
+    )
+    if isinstance(running, Number):
+        least = max(least, running.point)
+    if isinstance(step, Number) and isinstance(prompt, Number) and math.isfinite(prompt.high):
+        least = max(least, step.point / 2 - prompt.point)
+    return flags.with_flag(tokens.bounded(tokens.number.maximum(Number.exactly(least))))
+
+
+def _infer_speculation(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
+    """The speculative families exist only while speculation is on."""
+    known = flags.known["num_speculative_tokens"]
+    if known.origin in ("given", "log") or flags.engine == "sglang":
+        return flags
+    drafted = readings["tokens_drafted_per_draft"]
+    if isinstance(drafted, Number):
+        tokens = float(math.ceil(round(drafted.point, 3)))
+        return flags.with_flag(
+            server_flags.inferred("num_speculative_tokens", tokens, drafted.point, max(tokens, 64.0))
+        )
+    if drafted.kind == "metric":
+        return flags.with_flag(server_flags.inferred("num_speculative_tokens", 0.0, 0.0, 0.0))
+    return flags
+
+
+def _name(group: Group, groups: Sequence[Group], source: str) -> str:
+    """The instance, with model and engine where it has several of them."""
+    instance = group.instance or source
+    beside = [other for other in groups if other.instance == group.instance]
+    models = {other.model_name for other in beside}
+    parts = [instance]
+    if len(models) > 1:
+        parts.append(group.model_name)
+    if len(beside) > len(models):
+        parts.append(f"engine {group.engine}")
+    return " ".join(parts)

@@ -1,0 +1,74 @@
+"""All engines of a model as one: rates added up, and quantiles of the summed histograms.
+
+A fleet's P99 is not the mean of its engines' P99s. Beside each figure stand the engines with the lowest and
+the highest of their own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from doctor.metrics.evaluators import Evaluator, Group
+from doctor.diagnosis.engine_view import Patient
+from servers.reading import Number
+from doctor.metrics.signals import SIGNALS
+
+FIGURES = (
+    *("request_rate", "generation_rate", "running_mean", "waiting_mean", "kv_max", "preemptions"),
+    *("prefix_hit_rate", "ttft_p50", "ttft_p95", "ttft_p99", "itl_p50", "itl_p99"),
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One figure of a fleet. ``lowest`` and ``highest``: an engine's name, and its own value."""
+
+    signal: str
+    value: float
+    unit: str
+    query: str
+    lowest: tuple[str, float]
+    highest: tuple[str, float]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The engines that serve one model."""
+
+    model: str
+    engines: int
+    figures: tuple[Figure, ...]
+
+
+def fleets(evaluator: Evaluator, examined: Sequence[Patient]) -> tuple[Fleet, ...]:
+    """One for every model that several engines serve. Raises SourceError."""
+    sizes = Counter(patient.group.model_name for patient in examined)
+    shared = sorted(model for model, size in sizes.items() if size > 1)
+    if not shared:
+        return ()
+    whole = evaluator.of_fleet()
+    signals = [SIGNALS[name] for name in FIGURES]
+    read = whole.read_all(signals)
+    queries = {signal.name: whole.query(signal) for signal in signals}
+    found = []
+    for model in shared:
+        own = [patient for patient in examined if patient.group.model_name == model]
+        values = {name: read[name].get(Group("", model, "")) for name in FIGURES}
+        known = {name: value.point for name, value in values.items() if isinstance(value, Number)}
+        figures = [_figure(name, known[name], queries[name], own) for name in known]
+        found.append(Fleet(model, len(own), tuple(figure for figure in figures if figure is not None)))
+    return tuple(found)
+
+
+def _figure(name: str, value: float, query: str, engines: Sequence[Patient]) -> Figure | None:
+    own: Mapping[str, float] = {
+        engine.name: reading.point
+        for engine in engines
+        if isinstance(reading := engine.readings[name], Number)
+    }
+    if not own:
+        return None
+    low, high = min(own, key=own.__getitem__), max(own, key=own.__getitem__)
+    return Figure(name, value, SIGNALS[name].unit, query, (low, own[low]), (high, own[high]))

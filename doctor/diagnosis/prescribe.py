@@ -1,0 +1,144 @@
+"""From a playbook's remedies to exact flags for one server."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from servers.flags import flag_rules
+from servers.flags import sglang_rules
+from servers.expression import Comparison, Lookup
+from doctor.diagnosis.finding import Prescription
+from servers.flags.known_flags import SWITCHES, Flags
+from doctor.diagnosis.engine_view import Patient
+from doctor.diagnosis.playbook import Playbook, Remedy
+from servers.reading import Number, Reading
+from doctor.diagnosis.verification_status import standing
+from servers.flags.command import render
+
+
+def prescriptions(book: Playbook, patient: Patient) -> tuple[Prescription, ...]:
+    """The remedies that apply here, as exact flags."""
+    built = []
+    for number, remedy in enumerate(book.remedies):
+        needed = remedy.needs.judge(patient.lookup)
+        if needed.value is False or any(item.kind != "flag" for item in needed.missing):
+            continue
+        # Undecided only because a flag is not known: prescribed with the condition in words.
+        condition = None if needed.value else _condition(remedy, patient)
+        if condition is not None and not _computable(remedy, patient):
+            continue
+        prescription = _prescription(remedy, patient, condition)
+        if prescription is not None:
+            built.append(replace(prescription, remedy=number, standing=standing(book, number)))
+    return tuple(built)
+
+
+def _computable(remedy: Remedy, patient: Patient) -> bool:
+    """Whether a conditional cure has a value to name, not computed from a guess that breaks the condition."""
+    if remedy.needs.judge(_points(patient.lookup)).value:
+        return True
+    settings = [setting for setting in remedy.settings.values() if not isinstance(setting, str)]
+    known = patient.flags.known
+    guessed = {name for name, flag in known.items() if not flag.number.exact}
+    return not any(setting.names & guessed for setting in settings)
+
+
+def _condition(remedy: Remedy, patient: Patient) -> str:
+    """The needs that hang on a flag nobody told us, with what can be computed computed."""
+    words = []
+    for part in remedy.needs.parts:
+        if part.judge(patient.lookup).value is None and isinstance(part, Comparison):
+            limit = part.right.value(_points(patient.lookup))
+            shown = f"{limit.point:.4g}" if isinstance(limit, Number) else part.right.text
+            words.append(f"{part.left.text} {part.operator} {shown}")
+    return "only if " + " and ".join(words)
+
+
+def _points(lookup: Lookup) -> Lookup:
+    """A lookup that takes every range for its best single figure."""
+
+    def point(name: str) -> Reading:
+        reading = lookup(name)
+        return Number.exactly(reading.point) if isinstance(reading, Number) else reading
+
+    return point
+
+
+def _prescription(remedy: Remedy, patient: Patient, condition: str | None) -> Prescription | None:
+    """None where the server has none of the flags, or where nothing would change."""
+    flags = patient.flags
+    wanted = _wanted(remedy, patient)
+    if wanted is None:
+        return None
+    refused = [reason for name in wanted if (reason := flags.unavailable(name))]
+    checked = flag_rules.allowed({name: v for name, v in wanted.items() if not flags.unavailable(name)}, flags)
+    if checked is None:
+        return None
+    changes, notes = checked
+    if wanted and not changes and not remedy.do:
+        return None
+    if changes and all(_is_so(value, flags.value(name)) for name, value in changes.items()):
+        return None
+    used = {*remedy.needs.names, *changes}.union(
+        *(setting.names for setting in remedy.settings.values() if not isinstance(setting, str))
+    )
+    known = flags.known
+    uncertain = {n: known[n].origin for n in sorted(used & known.keys()) if not known[n].certain}
+    text = "; ".join(filter(None, [remedy.do, remedy.because, condition, *notes, *dict.fromkeys(refused)]))
+    changes, was = _as_typed(changes, {name: flags.value(name) for name in changes}, flags)
+    return Prescription(changes, was, _arguments(changes, flags), text, uncertain)
+
+
+def _wanted(remedy: Remedy, patient: Patient) -> dict[str, Any] | None:
+    """New flag values (None: drop the flag); None where one of them cannot be computed."""
+    wanted: dict[str, Any] = dict.fromkeys(remedy.unset)
+    for name, setting in remedy.settings.items():
+        if isinstance(setting, str):
+            wanted[name] = setting
+            continue
+        number = setting.value(_points(patient.lookup))
+        if not isinstance(number, Number) or not math.isfinite(number.point):
+            return None
+        wanted[name] = _rounded(name, number.point)
+    return wanted
+
+
+def _is_so(wanted: Any, current: Any) -> bool:
+    """Whether a flag has the wanted value already; fp8_e4m3 is an fp8."""
+    if isinstance(wanted, str):
+        return str(current).startswith(wanted)
+    return wanted is not None and wanted == current
+
+
+def _rounded(name: str, value: float) -> int | float | bool:
+    if name == "gpu_memory_utilization":
+        return math.floor(value * 100 + 1e-9) / 100
+    if name in SWITCHES:
+        return bool(value)
+    whole = math.floor(value + 1e-9)
+    return whole // 16 * 16 if name == "max_num_batched_tokens" and whole >= 64 else whole
+
+
+def _as_typed(
+    changes: Mapping[str, Any], was: Mapping[str, Any], flags: Flags
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The number of draft tokens is a key of ``speculative_config``, not a flag of its own."""
+    key, config = "num_speculative_tokens", "speculative_config"
+    if key not in changes:
+        return dict(changes), dict(was)
+    current = flags.raw.get(config)
+    current = dict(current) if isinstance(current, Mapping) else {}
+    return {config: {**current, key: changes[key]}}, {config: {**current, key: was[key]}}
+
+
+def _arguments(changes: Mapping[str, Any], flags: Flags) -> str:
+    """The flags as one types them; a dropped flag is named in words."""
+    if flags.engine == "sglang":
+        return sglang_rules.arguments(changes)
+    kept = {name: value for name, value in changes.items() if value is not None}
+    dropped = [f"drop --{name.replace('_', '-')}" for name, value in changes.items() if value is None]
+    return ", ".join(filter(None, [shlex.join(render(kept)), *dropped]))

@@ -1,0 +1,50 @@
+"""What alerts and dashboards are generated for: a server's metric names, its flags, the user's objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from servers.metrics import catalog
+from servers.flags import known_flags as server_flags
+from doctor.export.compile import RuleCompiler
+from servers.log_facts import LogFacts
+from doctor.diagnosis.engine_view import patients
+from doctor.metrics.promql import PromQL
+from doctor.diagnosis.judged_slo import parse_slo
+from doctor.metrics.sources import Source, subquery_step
+
+DEFAULT_WINDOW_S = 300.0
+
+
+def compiler(
+    source: Source | None = None,
+    flags: Mapping[str, Any] | None = None,
+    slo: str | None = None,
+    *,
+    log: LogFacts | None = None,
+    assume: Mapping[str, float] | None = None,
+    window: float | None = None,
+    selector: str = "",
+    version: str | None = None,
+) -> RuleCompiler:
+    """A compiler for one kind of server.
+
+    ``source`` (optional) is looked at for the metric names and for flags that its metrics hold; else
+    ``version`` says which vLLM's names to write, by default the newest. Raises SourceError, SloError,
+    ValueError.
+    """
+    objectives = parse_slo(slo)
+    window_ms = round((window or DEFAULT_WINDOW_S) * 1000)
+    promql = PromQL(window_ms, subquery_step(window_ms), selector, slo=objectives.values)
+    constants = {**objectives.values, **(assume or {})}
+    if source is not None:
+        observation = source.observe(None, objectives.values)
+        examined = patients(observation, flags, objectives, log, assume or {}, None)
+        promql = replace(promql, available=observation.evaluator.available)
+        return RuleCompiler(promql, examined[0].flags, constants)
+    if version is not None:
+        promql = replace(promql, available=catalog.names_of(version))
+    known = server_flags.resolve(flags, log, None, engine="vllm", version=version)
+    return RuleCompiler(promql, known, constants)

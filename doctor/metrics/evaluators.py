@@ -1,0 +1,433 @@
+"""Two ways to the same figures: computed from recorded scrapes, or asked of a Prometheus."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from servers.metrics import catalog
+from servers.metrics import range_functions
+from servers.metrics.catalog import METRICS
+from servers.metrics.exposition import Recording, Series
+from doctor.metrics.promql import GROUP_LABELS, PromQL, bucket_bound
+from servers.metrics.range_functions import Times, Values
+from servers.reading import Missing, Number, Reading
+from doctor.metrics.signals import (
+    Above,
+    AgainstPeers,
+    Condition,
+    Count,
+    EnginesOnHost,
+    Half,
+    HistogramSum,
+    Mean,
+    MeanWhile,
+    Node,
+    OfPeers,
+    OnHost,
+    OverTime,
+    Quantile,
+    Ratio,
+    Share,
+    Signal,
+    Sum,
+    metrics_of,
+)
+
+
+class Group(NamedTuple):
+    """One engine: the labels that tell it from others; "" where a label is absent."""
+
+    instance: str
+    model_name: str
+    engine: str
+
+
+Numbers = dict[Group, Number]
+MOST_SILENT = 0.2
+"""Share of a model's engines that may lack a metric by which they are compared."""
+
+
+def group_of(labels: Mapping[str, str], by: Sequence[str] = GROUP_LABELS) -> Group:
+    return Group(*(labels.get(name, "") if name in by else "" for name in GROUP_LABELS))
+
+
+def host_of(instance: str) -> str:
+    """An instance without its port."""
+    return instance.split(":", 1)[0]
+
+
+def _host_figure(values: Sequence[float], how: str) -> float:
+    if how == "count":
+        return float(len(values))
+    mean = sum(values) / len(values)
+    return 1 - mean if how == "busy" else mean / 100
+
+
+class Evaluator(ABC):
+    """Gives every signal's value for every engine of one window."""
+
+    def __init__(self, promql: PromQL) -> None:
+        self.promql = promql
+
+    @property
+    @abstractmethod
+    def available(self) -> frozenset[str]:
+        """Sample names with data in the window."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> Sequence[Group]:
+        """The engines seen in the window, sorted."""
+
+    @abstractmethod
+    def cache_config(self) -> list[Mapping[str, str]]:
+        """Labels of every ``cache_config_info`` series."""
+
+    @abstractmethod
+    def numbers(self, node: Node) -> Numbers:
+        """``node`` for the engines that have it. Engines without observations are absent."""
+
+    @abstractmethod
+    def of_fleet(self) -> Evaluator:
+        """The same window, with all engines of a model added up: one group a model."""
+
+    def read_all(self, signals: Sequence[Signal]) -> dict[str, dict[Group, Reading]]:
+        """Every signal by its name, as :meth:`read` gives it."""
+        return {signal.name: self.read(signal) for signal in signals}
+
+    def query(self, signal: Signal) -> str:
+        """The PromQL behind a signal's value."""
+        return self.promql.text(self._source(signal))
+
+    def read(self, signal: Signal) -> dict[Group, Reading]:
+        """A signal's value for every engine, or why there is none."""
+        node = self._source(signal)
+        absent = [key for key in sorted(metrics_of(node)) if not self._has(key)]
+        if absent:
+            names = ", ".join(self._called(key) for key in absent)
+            missing = Missing(signal.name, "metric", f"{names} is missing")
+            if exporters := [catalog.ELSEWHERE[key] for key in absent if key in catalog.ELSEWHERE]:
+                missing = Missing(signal.name, "elsewhere", f"no {exporters[0]} beside the server")
+            return dict.fromkeys(self.groups, missing)
+        numbers = self.numbers(node)
+        compared = self._compared(signal.name, node) if isinstance(node, AgainstPeers | OfPeers) else {}
+        return {
+            group: compared.get(group.model_name)
+            or numbers.get(group)
+            or self._unobserved(signal.name, node, group)
+            for group in self.groups
+        }
+
+    def _source(self, signal: Signal) -> Node:
+        """The first source whose metrics are exposed, or the first."""
+        usable = (source for source in signal.sources if all(map(self._has, metrics_of(source))))
+        return next(usable, signal.sources[0])
+
+    def _has(self, key: str) -> bool:
+        metric = METRICS[key]
+        suffix = "_count" if metric.kind == "histogram" else ""
+        return any(name + suffix in self.available for name in metric.names)
+
+    def _called(self, key: str) -> str:
+        """A metric's name, as a server of this kind would have it."""
+        names = METRICS[key].names
+        if any(name.startswith("sglang") for name in self.available):
+            own = (name for name in names if name.startswith("sglang"))
+            return next(own, f"SGLang's counterpart of {names[0]}")
+        return names[0]
+
+    def _compared(self, name: str, node: Node) -> dict[str, Missing]:
+        """The models whose engines cannot be compared with each other, and why: there is one, or too few of
+        them say how they are."""
+        saying = frozenset.intersection(*(self._owners(key) for key in metrics_of(node)))
+        found = {}
+        for model in {group.model_name for group in self.groups}:
+            engines = [group for group in self.groups if group.model_name == model]
+            silent = sum(group not in saying for group in engines)
+            if len(engines) < 2:
+                found[model] = Missing(name, "peers", "no second instance of this model")
+            elif silent > MOST_SILENT * len(engines):
+                found[model] = Missing(name, "metric", f"not known of {silent} of {len(engines)} instances")
+        return found
+
+    def _unobserved(self, name: str, node: Node, group: Group) -> Missing:
+        if isinstance(node, OnHost):
+            exporter = catalog.ELSEWHERE[node.metric]
+            return Missing(name, "elsewhere", f"no {exporter} on {group.instance}'s host")
+        for key in sorted(metrics_of(node)):
+            if group not in self._owners(key):
+                return Missing(name, "metric", f"{self._called(key)} is missing on {group.instance}")
+        return Missing(name, "empty", "nothing was observed in the window")
+
+    @abstractmethod
+    def _owners(self, key: str) -> frozenset[Group]:
+        """The engines that expose a metric."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The window [start, end] in unix ms, and the step of its subqueries."""
+
+    start: int
+    end: int
+    step: int
+
+
+class ScrapeEvaluator(Evaluator):
+    """Computes signals from recorded scrapes, with Prometheus's semantics."""
+
+    def __init__(self, recording: Recording, span: Span, promql: PromQL) -> None:
+        series = {name: _cut(columns, span) for name, columns in recording.series.items()}
+        self._series = {name: columns for name, columns in series.items() if columns}
+        self._span = span
+        self._instants: dict[str, dict[Group, Values]] = {}
+        super().__init__(replace(promql, available=self.available))
+
+    @cached_property
+    def available(self) -> frozenset[str]:
+        return frozenset(self._series)
+
+    @cached_property
+    def groups(self) -> Sequence[Group]:
+        return sorted(set().union(*(self._owners(key) for key in catalog.ANCHORS)))
+
+    def of_fleet(self) -> ScrapeEvaluator:
+        recording = Recording(self._series, np.array([], dtype=np.int64), ())
+        return ScrapeEvaluator(recording, self._span, replace(self.promql, by=("model_name",)))
+
+    def cache_config(self) -> list[Mapping[str, str]]:
+        return [series.labels for series in self._columns("cache_config", "")]
+
+    def _group(self, series: Series) -> Group:
+        return group_of(series.labels, self.promql.by)
+
+    def numbers(self, node: Node) -> Numbers:
+        match node:
+            case OverTime(key, how):
+                combine = "max" if how == "resets" else METRICS[key].combine
+                return _numbers(self._reduced(key, "", how, combine))
+            case HistogramSum(key, how):
+                return _numbers(self._reduced(key, "_sum", how))
+            case Count(key, how):
+                return _numbers(self._reduced(key, "_count", how))
+            case Mean(key):
+                return self.numbers(Ratio(HistogramSum(key), Count(key)))
+            case Ratio(top, bottom):
+                return _divide(self.numbers(top), self.numbers(bottom))
+            case Sum(terms):
+                return _add([self.numbers(term) for term in terms])
+            case AgainstPeers(of):
+                return _against_peers(self.numbers(of))
+            case OfPeers(of):
+                return _of_peers(self.numbers(of))
+            case Half(of, which):
+                return self._half(which == "first").numbers(of)
+            case OnHost(key, how):
+                return self._on_host(key, how)
+            case EnginesOnHost():
+                hosts = [host_of(group.instance) for group in self._owners("running")]
+                return {g: Number.exactly(hosts.count(host_of(g.instance))) for g in self._owners("running")}
+            case Quantile(q, key):
+                found = {g: range_functions.quantile(q, b) for g, b in self._buckets(key).items()}
+                return {group: Number(*value) for group, value in found.items() if value is not None}
+            case Above():
+                return self._above(node)
+            case Share(conditions):
+                return _mean_over_time(self._hold_all(conditions))
+            case MeanWhile(key, conditions):
+                values, held = self._instant(key), self._hold_all(conditions)
+                return _mean_over_time({g: values[g][held[g] == 1] for g in values.keys() & held.keys()})
+
+    def _half(self, first: bool) -> ScrapeEvaluator:
+        middle = (self._span.start + self._span.end) // 2
+        bounds = (self._span.start, middle) if first else (middle, self._span.end)
+        recording = Recording(self._series, np.array([], dtype=np.int64), ())
+        return ScrapeEvaluator(recording, Span(*bounds, self._span.step), self.promql)
+
+    def _on_host(self, key: str, how: str) -> Numbers:
+        seen: dict[str, list[float]] = {}
+        for series in self._columns(key, ""):
+            if how == "busy" and series.labels.get("mode") != "idle":
+                continue
+            value = self._over_time(series, "rate" if how == "busy" else "avg")
+            if value is not None:
+                seen.setdefault(host_of(series.labels.get("instance", "")), []).append(value)
+        figures = {host: _host_figure(values, how) for host, values in seen.items()}
+        owners = {group: host_of(group.instance) for group in self._owners("running")}
+        return {g: Number.exactly(figures[host]) for g, host in owners.items() if host in figures}
+
+    def _owners(self, key: str) -> frozenset[Group]:
+        suffix = "_count" if METRICS[key].kind == "histogram" else ""
+        return frozenset(self._group(series) for series in self._columns(key, suffix))
+
+    def _columns(self, key: str, suffix: str) -> list[Series]:
+        """A metric's series; of two names for one series, the newer (PromQL's ``or``)."""
+        found: dict[tuple[tuple[str, str], ...], Series] = {}
+        for name in METRICS[key].names:
+            for series in self._series.get(name + suffix, ()):
+                found.setdefault(tuple(sorted(series.labels.items())), series)
+        return list(found.values())
+
+    def _reduced(self, key: str, suffix: str, how: str, combine: str = "sum") -> dict[Group, float]:
+        reduced: dict[Group, float] = {}
+        for series in self._columns(key, suffix):
+            value = self._over_time(series, how)
+            if value is None:
+                continue
+            group = self._group(series)
+            if group not in reduced:
+                reduced[group] = value
+            else:
+                reduced[group] = max(reduced[group], value) if combine == "max" else reduced[group] + value
+        return reduced
+
+    def _over_time(self, series: Series, how: str) -> float | None:
+        times, values, span = series.times, series.values, self._span
+        match how:
+            case "increase":
+                return range_functions.increase(times, values, span.start, span.end)
+            case "rate":
+                grown = range_functions.increase(times, values, span.start, span.end)
+                return None if grown is None else grown / (span.end - span.start) * 1000
+            case "delta":
+                return range_functions.delta(times, values, span.start, span.end)
+            case "deriv":
+                return range_functions.deriv(times, values)
+            case "resets":
+                return range_functions.resets(values)
+            case "last":
+                return float(values[-1])
+            case "count":
+                return float(len(values))
+            case "min":
+                return float(values.min())
+            case "max":
+                return float(values.max())
+        return float(values.mean())
+
+    def _buckets(self, key: str) -> dict[Group, dict[float, float]]:
+        buckets: dict[Group, dict[float, float]] = {}
+        for series in self._columns(key, "_bucket"):
+            bound = _bound(series.labels.get("le", ""))
+            grown = self._over_time(series, "increase")
+            if bound is not None and grown is not None:
+                own = buckets.setdefault(self._group(series), {})
+                own[bound] = own.get(bound, 0.0) + grown
+        return buckets
+
+    def _above(self, node: Above) -> Numbers:
+        bound = bucket_bound(node, self.promql.slo)
+        counts = self._reduced(node.metric, "_count", "increase")
+        below = {group: own.get(bound) for group, own in self._buckets(node.metric).items()}
+        return {
+            group: Number.exactly(1 - inside / counts[group])
+            for group, inside in below.items()
+            if inside is not None and counts.get(group, 0) > 0
+        }
+
+    def _grid(self) -> Times:
+        return range_functions.grid(self._span.start, self._span.end, self._span.step)
+
+    def _instant(self, key: str) -> dict[Group, Values]:
+        """A gauge at every instant of the grid, NaN where it has no sample."""
+        if key not in self._instants:
+            at, combine = self._grid(), METRICS[key].combine
+            seen: dict[Group, Values] = {}
+            for series in self._columns(key, ""):
+                values = range_functions.instant(series.times, series.values, at)
+                group = self._group(series)
+                if group not in seen:
+                    seen[group] = values
+                elif combine == "max":
+                    seen[group] = np.fmax(seen[group], values)
+                else:
+                    both = np.nan_to_num(seen[group]) + np.nan_to_num(values)
+                    seen[group] = np.where(np.isnan(seen[group]) & np.isnan(values), math.nan, both)
+            self._instants[key] = seen
+        return self._instants[key]
+
+    def _added(self, gauges: Sequence[str]) -> dict[Group, Values]:
+        parts = [self._instant(gauge) for gauge in gauges]
+        common = set(parts[0]).intersection(*parts[1:])
+        return {group: sum((part[group] for part in parts), np.zeros(1)) for group in common}
+
+    def _hold_all(self, conditions: Sequence[Condition]) -> dict[Group, Values]:
+        """1 where all conditions hold, 0 where one does not, NaN where a gauge has no sample."""
+        held: dict[Group, Values] = {}
+        for number, condition in enumerate(conditions):
+            added = self._added(condition.gauges)
+            own = {
+                g: np.where(np.isnan(v), math.nan, (v > condition.above).astype(float))
+                for g, v in added.items()
+            }
+            held = own if number == 0 else {g: held[g] * own[g] for g in held.keys() & own.keys()}
+        return held
+
+
+def _cut(columns: Sequence[Series], span: Span) -> list[Series]:
+    """The samples inside the window, as a range selector picks them."""
+    cut = []
+    for series in columns:
+        inside = (series.times >= span.start) & (series.times <= span.end)
+        if inside.any():
+            cut.append(Series(series.labels, series.times[inside], series.values[inside]))
+    return cut
+
+
+def _bound(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _numbers(values: Mapping[Group, float]) -> Numbers:
+    return {group: Number.exactly(value) for group, value in values.items()}
+
+
+def _mean_over_time(values: Mapping[Group, Values]) -> Numbers:
+    kept = {group: own[~np.isnan(own)] for group, own in values.items()}
+    return {group: Number.exactly(float(own.mean())) for group, own in kept.items() if len(own)}
+
+
+def _divide(top: Numbers, bottom: Numbers) -> Numbers:
+    return {
+        group: Number.exactly(top[group].point / bottom[group].point)
+        for group in top.keys() & bottom.keys()
+        if bottom[group].point
+    }
+
+
+def _add(parts: Sequence[Numbers]) -> Numbers:
+    common = set(parts[0]).intersection(*parts[1:])
+    return {group: Number.exactly(sum(part[group].point for part in parts)) for group in common}
+
+
+def _against_peers(own: Numbers) -> Numbers:
+    means = {model: sum(values) / len(values) for model, values in _by_model(own).items()}
+    return {g: Number.exactly(n.point / means[g.model_name]) for g, n in own.items() if means[g.model_name]}
+
+
+def _of_peers(own: Numbers) -> Numbers:
+    """The mean of all others."""
+    beside = {model: (sum(values), len(values) - 1) for model, values in _by_model(own).items()}
+    return {
+        group: Number.exactly((total - number.point) / others)
+        for group, number in own.items()
+        for total, others in [beside[group.model_name]]
+        if others
+    }
+
+
+def _by_model(own: Numbers) -> dict[str, list[float]]:
+    by_model: dict[str, list[float]] = {}
+    for group, number in own.items():
+        by_model.setdefault(group.model_name, []).append(number.point)
+    return by_model

@@ -1,0 +1,434 @@
+"""Every signal that a rule may name, one declarative line each.
+
+A line says what to compute from which metrics of the catalog. ``doctor.metrics.evaluators`` computes it from
+recorded scrapes, ``doctor.metrics.promql`` writes it as PromQL; a test holds the two equal on the same data.
+All signals are per engine (instance, model and engine label), over one window.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+How = Literal["avg", "min", "max", "last", "delta", "deriv", "increase", "rate", "resets", "count"]
+
+
+@dataclass(frozen=True)
+class OverTime:
+    """A Prometheus range function over one metric, its series added up (or the largest, for a percentage)."""
+
+    metric: str
+    how: How
+
+
+@dataclass(frozen=True)
+class Quantile:
+    """``histogram_quantile`` of what was observed in the window."""
+
+    q: float
+    metric: str
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Sum over count of a histogram: exact, where a quantile inside a wide first bucket means nothing."""
+
+    metric: str
+
+
+@dataclass(frozen=True)
+class HistogramSum:
+    """Growth of a histogram's sum; ``rate`` per second."""
+
+    metric: str
+    how: Literal["increase", "rate"] = "increase"
+
+
+@dataclass(frozen=True)
+class Count:
+    """How many observations a histogram gained; ``rate``: a second; ``last``: since the server's start."""
+
+    metric: str
+    how: Literal["increase", "rate", "last"] = "increase"
+
+
+@dataclass(frozen=True)
+class Above:
+    """Share of the observations above ``bound``, a bucket bound or an SLO's name (its next bound up)."""
+
+    metric: str
+    bound: float | str
+
+
+@dataclass(frozen=True)
+class Condition:
+    """At one instant: do these gauges, added up, exceed a level? Several are joined by "and"."""
+
+    gauges: tuple[str, ...]
+    above: float
+
+
+@dataclass(frozen=True)
+class Share:
+    """Share of the window's instants at which all conditions hold."""
+
+    conditions: tuple[Condition, ...]
+
+
+@dataclass(frozen=True)
+class MeanWhile:
+    """Mean of a gauge over the instants at which all conditions hold."""
+
+    metric: str
+    conditions: tuple[Condition, ...]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """One quantity over another; no value where the lower one is 0."""
+
+    top: Node
+    bottom: Node
+
+
+@dataclass(frozen=True)
+class Sum:
+    terms: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class AgainstPeers:
+    """This engine's value over the mean of all engines that serve the same model; needs two of them."""
+
+    of: Node
+
+
+@dataclass(frozen=True)
+class OfPeers:
+    """The mean of the other engines that serve the same model; needs one."""
+
+    of: Node
+
+
+@dataclass(frozen=True)
+class Half:
+    """A histogram's figure over the first or the second half of the window."""
+
+    of: Mean
+    which: Literal["first", "second"]
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """What an exporter on the engine's host says; the host is the instance without its port.
+
+    ``avg``: mean of a percentage, as a share; ``busy``: share of the CPU time that is not idle; ``count``:
+    how many series there are.
+    """
+
+    metric: str
+    how: Literal["avg", "busy", "count"]
+
+
+@dataclass(frozen=True)
+class EnginesOnHost:
+    """How many engines share the engine's host."""
+
+
+Node = (
+    OverTime
+    | Quantile
+    | Mean
+    | HistogramSum
+    | Count
+    | Above
+    | Share
+    | MeanWhile
+    | Ratio
+    | Sum
+    | AgainstPeers
+    | OfPeers
+    | Half
+    | OnHost
+    | EnginesOnHost
+)
+Unit = Literal["s", "tokens", "tokens/s", "requests", "1/s", "share", "ratio", "count", "s/token"]
+
+
+@dataclass(frozen=True)
+class Signal:
+    """``sources`` are tried in order: the first whose metrics the server exposes gives the value."""
+
+    name: str
+    unit: Unit
+    help: str
+    sources: tuple[Node, ...]
+
+
+def _signal(name: str, unit: Unit, help: str, *sources: Node) -> Signal:
+    return Signal(name, unit, help, sources)
+
+
+_BUSY = Condition(("running",), 0)
+_WAITING = Condition(("waiting",), 0)
+_ACTIVE = Condition(("running", "waiting"), 0)
+_FULL = Condition(("kv_usage",), 0.95)
+_HIGH = Condition(("kv_usage",), 0.9)
+_LOAD = Sum((OverTime("running", "avg"), OverTime("waiting", "avg")))
+
+SIGNALS: dict[str, Signal] = {
+    signal.name: signal
+    for signal in (
+        # Queue and batch. Means are diluted by idle time, the *_share and running_* ones are not.
+        _signal("running_mean", "requests", "mean of running requests", OverTime("running", "avg")),
+        _signal("running_max", "requests", "most requests running", OverTime("running", "max")),
+        _signal("running_last", "requests", "running at the end", OverTime("running", "last")),
+        _signal("running_delta", "requests", "change of running", OverTime("running", "delta")),
+        _signal("running_slope", "1/s", "slope of running", OverTime("running", "deriv")),
+        _signal("running_busy", "requests", "mean of running while any runs", MeanWhile("running", (_BUSY,))),
+        # A 0 beside a queue is stale: gauges change at the end of a step, which may take seconds.
+        _signal(
+            "running_when_waiting",
+            "requests",
+            "mean of running while any runs and others wait",
+            MeanWhile("running", (_WAITING, _BUSY)),
+        ),
+        _signal("waiting_mean", "requests", "mean of waiting requests", OverTime("waiting", "avg")),
+        _signal("waiting_max", "requests", "most requests waiting", OverTime("waiting", "max")),
+        _signal("waiting_last", "requests", "waiting at the end", OverTime("waiting", "last")),
+        _signal("waiting_delta", "requests", "change of waiting", OverTime("waiting", "delta")),
+        _signal("waiting_slope", "1/s", "slope of waiting", OverTime("waiting", "deriv")),
+        _signal("active_share", "share", "share of time with any request", Share((_ACTIVE,))),
+        _signal(
+            "waiting_share",
+            "share",
+            "share of the active time in which requests wait",
+            Ratio(Share((_WAITING,)), Share((_ACTIVE,))),
+        ),
+        _signal(
+            "load_against_peers", "ratio", "running + waiting over the mean of all peers", AgainstPeers(_LOAD)
+        ),
+        _signal("peers_load", "requests", "running + waiting, mean of the other instances", OfPeers(_LOAD)),
+        _signal(
+            "peers_requests", "count", "first tokens, mean of the other instances", OfPeers(Count("ttft"))
+        ),
+        # Below 1 for who came or went within the window.
+        _signal(
+            "scrapes_against_peers",
+            "ratio",
+            "scrapes in the window over the mean of all peers",
+            AgainstPeers(OverTime("running", "count")),
+        ),
+        # KV pool
+        _signal("kv_mean", "share", "mean KV usage", OverTime("kv_usage", "avg")),
+        _signal("kv_max", "share", "highest KV usage", OverTime("kv_usage", "max")),
+        _signal(
+            "kv_full_share",
+            "share",
+            "share of the active time with KV usage above 0.95",
+            Ratio(Share((_FULL,)), Share((_ACTIVE,))),
+        ),
+        _signal(
+            "kv_high_waiting_share",
+            "share",
+            "share of the active time with KV usage above 0.9 and requests waiting",
+            Ratio(Share((_HIGH, _WAITING)), Share((_ACTIVE,))),
+        ),
+        _signal(
+            "running_when_full",
+            "requests",
+            "mean of running while others wait and KV usage is above 0.9",
+            MeanWhile("running", (_WAITING, _HIGH)),
+        ),
+        _signal("preemptions", "count", "preemptions counted", OverTime("preemptions", "increase")),
+        _signal(
+            "request_preemptions",
+            "count",
+            "preemptions of the requests that finished",
+            HistogramSum("request_preemptions"),
+        ),
+        # Latency
+        _signal("ttft_p50", "s", "median time to first token", Quantile(0.5, "ttft")),
+        _signal("ttft_p95", "s", "P95 time to first token", Quantile(0.95, "ttft")),
+        _signal("ttft_p99", "s", "P99 time to first token", Quantile(0.99, "ttft")),
+        _signal("ttft_mean", "s", "mean time to first token", Mean("ttft")),
+        _signal(
+            "ttft_above_slo",
+            "share",
+            "share of first tokens later than the TTFT SLO (its next bucket bound up)",
+            Above("ttft", "slo_ttft_p95"),
+        ),
+        _signal("itl_p50", "s", "median inter-token latency (per step output)", Quantile(0.5, "itl")),
+        _signal("itl_p90", "s", "P90 inter-token latency", Quantile(0.9, "itl")),
+        _signal("itl_p99", "s", "P99 inter-token latency", Quantile(0.99, "itl")),
+        # Without the histogram: by Little's law, running requests over tokens a second. It counts a request's
+        # prefill as a part of its tokens.
+        _signal(
+            "itl_mean",
+            "s",
+            "mean inter-token latency",
+            Mean("itl"),
+            Ratio(OverTime("running", "avg"), OverTime("generation_tokens", "rate")),
+        ),
+        _signal(
+            "itl_above_slo",
+            "share",
+            "share of gaps between tokens longer than the ITL SLO (its next bucket bound up)",
+            Above("itl", "slo_itl_p99"),
+        ),
+        _signal("tpot_p50", "s", "median time per output token of a request", Quantile(0.5, "tpot")),
+        _signal("tpot_mean", "s", "mean time per output token of a request", Mean("tpot")),
+        _signal("e2e_mean", "s", "mean end-to-end latency", Mean("e2e")),
+        _signal("queue_time_mean", "s", "mean wait before the first scheduling", Mean("queue_time")),
+        # By Little's law the seconds of waiting a second are the requests that wait: what gauges miss
+        # between two scrapes is in here, though only once a request has finished.
+        _signal(
+            "queueing_mean",
+            "requests",
+            "requests that wait at once (queue seconds a second)",
+            HistogramSum("queue_time", "rate"),
+        ),
+        _signal(
+            "queued_share", "share", "share of the finished that waited over 0.3 s", Above("queue_time", 0.3)
+        ),
+        _signal("prefill_time_mean", "s", "mean time in prefill", Mean("prefill_time")),
+        _signal("decode_time_mean", "s", "mean time in decode", Mean("decode_time")),
+        # Without the histograms, tokens stand for time; a prompt's take less of it.
+        _signal(
+            "decode_per_prefill",
+            "ratio",
+            "time in decode over time in prefill",
+            Ratio(HistogramSum("decode_time"), HistogramSum("prefill_time")),
+            Ratio(OverTime("generation_tokens", "increase"), OverTime("prompt_tokens", "increase")),
+        ),
+        _signal(
+            "prefilling_mean",
+            "requests",
+            "requests in prefill at once (prefill seconds a second)",
+            HistogramSum("prefill_time", "rate"),
+        ),
+        # Traffic
+        _signal("first_tokens", "count", "requests that got a first token", Count("ttft")),
+        _signal("request_rate", "1/s", "first tokens a second", Count("ttft", "rate")),
+        _signal(
+            "output_tokens_mean",
+            "tokens",
+            "mean output length",
+            Mean("generation_length"),
+            Ratio(OverTime("generation_tokens", "increase"), OverTime("finished", "increase")),
+        ),
+        _signal("finished", "count", "requests that finished", OverTime("finished", "increase")),
+        _signal("served_total", "count", "first tokens since the server started", Count("ttft", "last")),
+        _signal("ttft_early_mean", "s", "mean TTFT, first half of the window", Half(Mean("ttft"), "first")),
+        _signal("ttft_late_mean", "s", "mean TTFT, second half of the window", Half(Mean("ttft"), "second")),
+        _signal("generated", "tokens", "output tokens", OverTime("generation_tokens", "increase")),
+        _signal("prompt_rate", "tokens/s", "prompt tokens a second", OverTime("prompt_tokens", "rate")),
+        _signal(
+            "generation_rate", "tokens/s", "output tokens a second", OverTime("generation_tokens", "rate")
+        ),
+        _signal("restarts", "count", "counter resets", OverTime("generation_tokens", "resets")),
+        _signal("prompt_tokens_p50", "tokens", "median prompt length", Quantile(0.5, "prompt_length")),
+        _signal("prompt_tokens_mean", "tokens", "mean prompt length", Mean("prompt_length")),
+        _signal(
+            "prompt_tokens_max",
+            "tokens",
+            "bound of the longest prompts' bucket",
+            Quantile(1, "prompt_length"),
+        ),
+        _signal("long_prompt_share", "share", "share of prompts above 1000", Above("prompt_length", 1000.0)),
+        _signal(
+            "iteration_tokens_max",
+            "tokens",
+            "bound of the largest steps' bucket; a prompt is booked whole where it ends",
+            Quantile(1, "iteration_tokens"),
+        ),
+        # Tokens prefilled leave out what the prefix cache had; older versions tell only the prompt's length.
+        _signal(
+            "long_prefill_share",
+            "share",
+            "share of requests that prefilled more than 1000 tokens",
+            Above("prefill_length", 1000.0),
+            Above("prompt_length", 1000.0),
+        ),
+        _signal(
+            "prefill_tokens_p99",
+            "tokens",
+            "P99 of tokens prefilled",
+            Quantile(0.99, "prefill_length"),
+            Quantile(0.99, "prompt_length"),
+        ),
+        _signal(
+            "prefill_tokens_mean",
+            "tokens",
+            "mean of tokens prefilled",
+            Mean("prefill_length"),
+            Mean("prompt_length"),
+        ),
+        _signal(
+            "prefill_seconds_per_token",
+            "s/token",
+            "prefill time over tokens prefilled",
+            Ratio(HistogramSum("prefill_time"), HistogramSum("prefill_length")),
+            Ratio(HistogramSum("prefill_time"), HistogramSum("prompt_length")),
+        ),
+        _signal(
+            "output_tokens_max",
+            "tokens",
+            "bound of the longest outputs' bucket",
+            Quantile(1, "generation_length"),
+        ),
+        # The host, from other exporters
+        _signal(
+            "gpu_utilization", "share", "time in which a kernel ran, of the GPUs", OnHost("gpu_busy", "avg")
+        ),
+        _signal("gpus_on_host", "count", "GPUs of the host", OnHost("gpu_busy", "count")),
+        _signal("cpu_utilization", "share", "CPU time of the host that was used", OnHost("cpu_time", "busy")),
+        _signal("engines_on_host", "count", "engines on the host", EnginesOnHost()),
+        # Prefix cache and speculation
+        _signal(
+            "prefix_hit_rate",
+            "share",
+            "prefix-cache hits over queries, in tokens",
+            Ratio(OverTime("prefix_hits", "increase"), OverTime("prefix_queries", "increase")),
+            OverTime("cache_hit_rate", "avg"),
+        ),
+        _signal("draft_tokens", "tokens", "tokens drafted", OverTime("draft_tokens", "increase")),
+        _signal(
+            "acceptance",
+            "share",
+            "accepted over drafted tokens",
+            Ratio(OverTime("accepted_tokens", "increase"), OverTime("draft_tokens", "increase")),
+        ),
+        _signal(
+            "accept_length",
+            "tokens",
+            "tokens a step, accepted ones and one more",
+            OverTime("accept_length", "avg"),
+        ),
+        _signal(
+            "tokens_drafted_per_draft",
+            "tokens",
+            "tokens a draft proposes",
+            Ratio(OverTime("draft_tokens", "increase"), OverTime("drafts", "increase")),
+        ),
+    )
+}
+
+
+def metrics_of(node: Node) -> set[str]:
+    """Catalog keys that ``node`` reads."""
+    match node:
+        case Ratio(top, bottom):
+            return metrics_of(top) | metrics_of(bottom)
+        case Sum(terms):
+            return set().union(*(metrics_of(term) for term in terms))
+        case AgainstPeers(of) | OfPeers(of) | Half(of, _):
+            return metrics_of(of)
+        case EnginesOnHost():
+            return {"running"}
+        case Share(conditions):
+            return {gauge for condition in conditions for gauge in condition.gauges}
+        case MeanWhile(metric, conditions):
+            return {metric, *(gauge for condition in conditions for gauge in condition.gauges)}
+        case _:
+            return {node.metric}

@@ -1,0 +1,163 @@
+"""A diagnosis as text for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from doctor.diagnosis.cost import total
+from doctor.diagnosis.finding import NOT_JUDGED, CannotTell, Diagnosis, Evidence, Finding, Prescription
+from doctor.diagnosis.fleet import Fleet
+from servers.reading import Missing
+
+_MARK = {"critical": "CRITICAL", "warning": "WARNING", "info": "INFO"}
+
+
+def as_text(diagnosis: Diagnosis, *, queries: bool = True) -> str:
+    """The whole report; ``queries`` prints the PromQL behind every figure."""
+    lines = [*_header(diagnosis), *fleet_lines(diagnosis.fleets), ""]
+    for number, alike in enumerate(grouped(diagnosis.findings), start=1):
+        lines += [*finding_lines(number, alike, queries), ""]
+    if sentence := verdict(diagnosis):
+        lines += [sentence, ""]
+    if missing := cannot_tell_lines(diagnosis.cannot_tell):
+        lines += ["Cannot tell:", *(f"  {line}" for line in missing), ""]
+    lines += [f"note: {note}" for note in diagnosis.notes]
+    lines.append(f"Not judged: {', '.join(NOT_JUDGED)}.")
+    return "\n".join(lines) + "\n"
+
+
+def quantity(value: float, unit: str) -> str:
+    """A figure with its unit, to about four digits."""
+    if math.isinf(value):
+        return "infinite"
+    match unit:
+        case "s" if abs(value) < 1:
+            return f"{value * 1000:.4g} ms"
+        case "s/token":
+            return f"{value * 1000:.4g} ms/token"
+        case "share":
+            return f"{value * 100:.4g} %"
+        case "ratio" | "count":
+            return f"{value:.4g}"
+        case _:
+            return f"{value:.4g} {unit}"
+
+
+def _header(diagnosis: Diagnosis) -> list[str]:
+    server = diagnosis.family + (f" (says {diagnosis.version})" if diagnosis.version else "")
+    engines = diagnosis.engines
+    return [
+        f"{diagnosis.source}: {server}, {len(engines)} engine{'s' if len(engines) != 1 else ''}, "
+        f"window {diagnosis.window_s:.4g} s",
+        f"Objectives: {diagnosis.slo.describe()}",
+    ]
+
+
+def fleet_lines(fleets: Iterable[Fleet]) -> list[str]:
+    """Each fleet's figures, with the engines that have the lowest and the highest of their own."""
+    lines = []
+    for fleet in fleets:
+        lines.append(f"Fleet of {fleet.engines} engines{f', {fleet.model}' if fleet.model else ''}:")
+        for figure in fleet.figures:
+            (low, least), (high, most) = figure.lowest, figure.highest
+            line = f"   {figure.signal} = {quantity(figure.value, figure.unit)}"
+            if least != most:
+                line += (
+                    f"  ({quantity(least, figure.unit)} on {low} to {quantity(most, figure.unit)} on {high})"
+                )
+            lines.append(line)
+    return lines
+
+
+def grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Findings of one id, title and cause, in rank order: a fleet shows one entry, not a hundred."""
+    groups: dict[tuple[str, str, str | None], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.id, finding.title, finding.suppressed_by), []).append(finding)
+    return list(groups.values())
+
+
+def finding_lines(number: int, alike: Sequence[Finding], queries: bool) -> list[str]:
+    """Findings of one id and cause: what, where, how much, how that is known, what to do."""
+    first = alike[0]
+    behind = f"  (explained by {first.suppressed_by})" if first.suppressed_by else ""
+    lines = [f"{number}. {_MARK[first.severity]} {first.id}: {first.title}{behind}"]
+    others = f" and {len(alike) - 1} more: {_some([f.instance for f in alike[1:]])}" if len(alike) > 1 else ""
+    lines.append(f"   on {first.instance}{others}")
+    if first.suppressed_by is None:
+        lines += [f"   {words}"] if (words := cost_words(alike)) else []
+        lines += [f"   {line}" for item in first.evidence for line in _evidence(item, queries)]
+        lines += [
+            f"   {name} = {_plain(flag.value)} ({flag.origin})" for name, flag in sorted(first.flags.items())
+        ]
+        lines += [f"   {line}" for item in first.prescriptions for line in prescription_lines(item)]
+        if first.expect:
+            expected = "; ".join(f"{name}: {change}" for name, change in first.expect.items())
+            lines.append(f"   expect: {expected} (not verified on this server)")
+    return lines
+
+
+def _evidence(item: Evidence, queries: bool) -> list[str]:
+    note = f"  [{item.note}]" if item.note else ""
+    shown = f"{item.signal} = {quantity(item.value, item.unit)}{note}"
+    return [shown, f"    {item.query}"] if queries else [shown]
+
+
+def prescription_lines(item: Prescription) -> list[str]:
+    """One remedy: the flags or the advice, then why and with what reservations."""
+    if not item.changes:
+        return [f"do: {item.text}   [{item.standing}]"]
+    was = ", ".join(f"{name} was {_plain(value)}" for name, value in item.was.items() if value is not None)
+    lines = [f"try: {item.args}" + (f"   ({was})" if was else "") + f"   [{item.standing}]"]
+    if item.text:
+        lines.append(f"     {item.text}")
+    if item.uncertain:
+        origins = ", ".join(f"{name} is {origin}" for name, origin in item.uncertain.items())
+        lines.append(f"     computed with flags nobody stated: {origins}")
+    return lines
+
+
+def cost_words(alike: Sequence[Finding]) -> str | None:
+    """What findings of one id cost the users, on all their engines, where it can be estimated."""
+    toll = total(finding.toll for finding in alike)
+    return None if toll is None else toll.words()
+
+
+def verdict(diagnosis: Diagnosis) -> str | None:
+    """The sentence where there is nothing to cure; None where findings speak for themselves."""
+    if diagnosis.idle:
+        return "Idle: no request in the window, nothing to find."
+    if diagnosis.healthy:
+        return "Healthy: nothing at severity warning or above."
+    if diagnosis.worst() in (None, "info"):
+        return "No verdict: too much could not be judged (see below)."
+    return None
+
+
+def cannot_tell_lines(items: Sequence[CannotTell]) -> list[str]:
+    """One line a reason, with the rules that it keeps from being judged."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    for item in items:
+        reason = _reason(item.missing)
+        groups.setdefault(reason, {}).setdefault(item.id, []).append(item.instance)
+    lines = []
+    for reason, rules in groups.items():
+        most = max(map(len, rules.values()))
+        where = f" (on {most} engines)" if most > 1 else ""
+        lines.append(f"{', '.join(rules)}{where}: {reason}")
+    return lines
+
+
+def _reason(missing: Sequence[Missing]) -> str:
+    """What is lacking; where another source would say, that alone, since nothing else decides without it."""
+    elsewhere = dict.fromkeys(item.why for item in missing if item.kind == "elsewhere")
+    return "; ".join(elsewhere or (f"{item.name}: {item.why}" for item in missing))
+
+
+def _plain(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
