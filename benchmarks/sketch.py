@@ -4,7 +4,7 @@
 
 The truth is a simulated server: by a data sheet, or by step times that were measured on the bundled engine of
 this machine, with their curve, their spread and what HTTP adds. Its baseline is measured, and a sketch drawn
-of that (``tuner/search/sketch.py``), as ``vtune optimize --prior sketch`` does; then both run the same
+of that (``tuner/search/fitted_simulator.py``), as ``vtune optimize --prior sketch`` does; then both run the same
 configs, drawn at random, under the load of the baseline. Configs that do not start are left out.
 
 For each figure: Spearman's rank correlation, and the median error, over the configs. ``baseline``: the median

@@ -5,7 +5,7 @@
 Every problem is an exhaustive table (``tuner_problems.py``) behind the noise of real repeats
 (``tuner_noise.py``). Launches cost all methods the same seconds, and all have the same budget; what a method
 saves, it saves itself: by ending a run early, or by not launching at all. ``ours`` is the tuner's own code,
-``tuner.optimize.Optimizer``, on a bench that looks runs up: with rungs, early stops, the strategy and the
+``tuner.study.optimize.Optimizer``, on a bench that looks runs up: with rungs, early stops, the strategy and the
 confirmation, whose seconds count. It is run without a prior, with one that is wrong (another card, or
 coefficients 30 to 50 % off), with one within a tenth, and with the sketch that it draws of the baseline.
 

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.tuner_noise import Draw, Noise, Offsets
 from benchmarks.tuner_tables import Entry, Table
 from servers.slo.bounds import Bound
-from tuner.confirm import Pooled
+from tuner.study.confirmation import Pooled
 from tuner.runs.load import SHORT_SHARE
 from tuner.runs.result import Measurement, Reading
 

@@ -14,7 +14,7 @@ from benchmarks.tuner_noise import SCALE, TABLE_AXES, TABLE_SETTING
 from engine.config import GIB
 from engine.sim.devices import DEVICES
 from loadgen.targets.simulated import PREFIX, gpu_defaults
-from tuner.job import Job
+from tuner.job.job import Job
 from servers.slo.objective import Slo, parse_slo
 
 TOKENS, SEQS, MEMORY = "max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization"

@@ -15,9 +15,9 @@ from benchmarks.tuner_noise import TABLE_SETTING
 from benchmarks.tuner_problems import MEASURED, SEQS, Problem
 from benchmarks.tuner_tables import CACHE, Builder, Entry, Table, cached, server_of, table
 from tuner.runs.result import TrialResult
-from tuner.runs.survey import Survey, time_alone
-from tuner.search.sketch import Sketch, draw
-from tuner.space.startlog import LINES, read_start_log
+from tuner.runs.profiling import Survey, time_alone
+from tuner.search.fitted_simulator import Sketch, draw
+from tuner.space.start_log import LINES, read_start_log
 
 _surveys: dict[str, Survey] = {}
 """Of problems by name, made once."""

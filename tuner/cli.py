@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from loadgen.commands.options import OptionError, with_options
-from tuner.options import Replay
+from tuner.job.options import Replay
 
 MAX_SEED = (1 << 31) - 1
 """The sampler adds to it, and numpy takes 32 bits."""
@@ -188,7 +188,7 @@ def optimize(
 
       vtune optimize --study optimize-20260101-120000
     """
-    from tuner.budget import parse_seconds
+    from tuner.study.budget import parse_seconds
     from tuner.command import Options, run
 
     times = {}

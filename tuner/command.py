@@ -23,13 +23,13 @@ from loadgen.targets.simulated import PREFIX, gpu_defaults
 from loadgen.plan.workload import PRESETS as WORKLOADS
 from loadgen.plan.workload import WorkloadError
 from loadgen.plan.workload_file import is_file, read_workload
-from tuner.display import Terminal, make_observer
-from tuner.interrupts import Interrupts
-from tuner.job import DEFAULT_BUDGET, DEFAULT_RUN_SECONDS, DEFAULT_SIMULATED_BUDGET, Job, JobError
-from tuner.optimize import Optimizer
-from tuner.options import Replay
-from tuner.output import OutputError, locked
-from tuner.regression import PreviousError, Recommendation, read_previous
+from tuner.output.display import Terminal, make_observer
+from tuner.runs.interrupts import Interrupts
+from tuner.job.job import DEFAULT_BUDGET, DEFAULT_RUN_SECONDS, DEFAULT_SIMULATED_BUDGET, Job, JobError
+from tuner.study.optimize import Optimizer
+from tuner.job.options import Replay
+from tuner.output.folder import OutputError, locked
+from tuner.study.regression import PreviousError, Recommendation, read_previous
 from tuner.report.reproduce import vary_words
 from tuner.runs.replay import ReplayLoad, digest, read_replay
 from tuner.search.from_doctor import FindingsError, read_findings
@@ -39,11 +39,11 @@ from servers.slo.objective import Slo, parse_slo
 from tuner.space.file import SpaceFile, read_space_file
 from tuner.space.knobs import ENGINES
 from tuner.space.space import SPECULATION, SpaceError, Surroundings, build_space, effective
-from tuner.target import TargetError, check_offered, check_target, make_target, started_as
-from tuner.trial import Bench, SetupFailed
-from tuner.verdict import Verdict, come_to_verdict, conclude
-from tuner.workers.crew import join
-from tuner.workers.local import WorkersError, local_workers, shares
+from tuner.study.target import TargetError, check_offered, check_target, make_target, started_as
+from tuner.study.trial import Bench, SetupFailed
+from tuner.report.study_result import Verdict, come_to_verdict, conclude
+from tuner.workers.coordination import join
+from tuner.workers.local_workers import WorkersError, local_workers, shares
 from tuner.workers.machine import others, visible_devices
 from tuner.workers.storage import (
     Heartbeat,

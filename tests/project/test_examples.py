@@ -13,7 +13,7 @@ import yaml
 from pages import ROOT
 
 import vtune_cli
-from tuner.budget import parse_seconds
+from tuner.study.budget import parse_seconds
 from servers.slo.objective import parse_slo
 from tuner.workers.storage import mask
 

@@ -18,16 +18,16 @@ import scipy.stats  # noqa: F401 - here, and not in every fork
 import sqlalchemy
 from analytic_target import AnalyticTarget
 
-import tuner.trial as trial_module
-import tuner.verdict as verdict_module
+import tuner.study.trial as trial_module
+import tuner.report.study_result as verdict_module
 from loadgen.target import OpenTarget
-from tuner.interrupts import Interrupts
-from tuner.job import Job
-from tuner.observer import Observer
-from tuner.optimize import Optimizer
+from tuner.runs.interrupts import Interrupts
+from tuner.job.job import Job
+from tuner.study.observer import Observer
+from tuner.study.optimize import Optimizer
 from servers.slo.objective import parse_slo
-from tuner.trial import Bench
-from tuner.workers.crew import SharedCrew
+from tuner.study.trial import Bench
+from tuner.workers.coordination import SharedCrew
 from tuner.workers.machine import Machine
 from tuner.workers.storage import Heartbeat, Patience, open_storage, open_study
 
@@ -194,7 +194,7 @@ def unexamined(*_: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 
 def without_report(name: str, optimizer: Optimizer, target: Any, outcome: Any, advice: Any) -> Any:
-    """What :func:`tuner.verdict.conclude` returns, without a report's charts."""
+    """What :func:`tuner.report.study_result.conclude` returns, without a report's charts."""
     return verdict_module.Verdict(0, (outcome.sentence,), "{}", files=(), launched=optimizer.launched())
 
 

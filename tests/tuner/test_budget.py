@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from tuner.budget import (
+from tuner.study.budget import (
     MAX_PAIRS,
     MIN_PAIRS,
     MOST_PAIRS,

@@ -8,7 +8,7 @@ from loadgen.compare import compare
 from loadgen.measure.record import Records
 from servers.slo.bounds import Bound
 from loadgen.plan.workload import Length, RequestClass, Workload, preset
-from tuner.confirm import GUARD, Change, Pooled, assess, holds, judge
+from tuner.study.confirmation import GUARD, Change, Pooled, assess, holds, judge
 from tuner.runs.load import Load, span
 from tuner.runs.result import Reading
 from servers.slo.objective import PRESETS, parse_slo

@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from loadgen.wire.messages import Progress
-from tuner.display import LiveObserver, PlainObserver, make_observer
+from tuner.output.display import LiveObserver, PlainObserver, make_observer
 from tuner.runs.result import TrialResult
 
 

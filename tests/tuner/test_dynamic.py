@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.dynamic import Curve, advise, advised, crossing, regimes, to_json
+from tuner.study.dynamic import Curve, advise, advised, crossing, regimes, to_json
 from tuner.runs.result import Reading
 
 LOADS = (1.0, 4.0, 16.0)

@@ -25,21 +25,21 @@ from analytic_target import AnalyticTarget
 from rich.console import Console
 
 import tuner.report.report as report_module
-import tuner.verdict as verdict_module
+import tuner.report.study_result as verdict_module
 from loadgen.measure.clock import UnixClock
 from loadgen.measure.record import Records, write_atomically
 from loadgen.target import CLIENT_KILLED, RunFailed, StartFailed
 from loadgen.targets.scraper import Scraper
 from loadgen.targets.server import ServerTarget
-from tuner.interrupts import Interrupts
-from tuner.job import Job
-from tuner.observer import Observer
-from tuner.optimize import Optimizer
+from tuner.runs.interrupts import Interrupts
+from tuner.job.job import Job
+from tuner.study.observer import Observer
+from tuner.study.optimize import Optimizer
 from tuner.runs.load import Load
 from servers.slo.objective import parse_slo
-from tuner.trial import Bench, ClientKilled, Criteria, SetupFailed
-from tuner.workers.crew import Pulse
-from tuner.workers.local import LocalWorker, LocalWorkers, WorkersError, shares
+from tuner.study.trial import Bench, ClientKilled, Criteria, SetupFailed
+from tuner.workers.coordination import Pulse
+from tuner.workers.local_workers import LocalWorker, LocalWorkers, WorkersError, shares
 from tuner.workers.storage import open_study
 
 ROOT = Path(__file__).parents[2]
@@ -123,8 +123,8 @@ def test_a_server_that_says_it_is_healthy_and_then_hangs(real_trial):
 
 
 def test_a_server_that_hangs_in_the_middle_of_a_load(real_trial, monkeypatch):
-    monkeypatch.setattr("tuner.trial.PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr("tuner.trial.PATIENCE_FACTOR", 1.0)
+    monkeypatch.setattr("tuner.study.trial.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("tuner.study.trial.PATIENCE_FACTOR", 1.0)
     result = real_trial("--fault", "hang-mid-run:6")
     assert result.status == "failed"
     assert "hangs: a load of" in result.reason

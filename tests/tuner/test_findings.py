@@ -12,14 +12,14 @@ from llama_8b import CONFIG
 
 from servers.slo.bounds import parse_bounds
 from loadgen.targets.simulated import SimulatedTarget
-from tuner.interrupts import Interrupts
-from tuner.job import Job
-from tuner.observer import Observer
-from tuner.optimize import Optimizer
+from tuner.runs.interrupts import Interrupts
+from tuner.job.job import Job
+from tuner.study.observer import Observer
+from tuner.study.optimize import Optimizer
 from tuner.runs.findings import TrialFinding, examine, objectives
 from tuner.runs.result import TrialResult
 from servers.slo.objective import parse_slo
-from tuner.trial import Bench
+from tuner.study.trial import Bench
 from tuner.workers.storage import open_study
 
 FLAGS = {"max_num_batched_tokens": 8192, "max_num_seqs": 256}

@@ -7,7 +7,7 @@ import pytest
 
 from tuner.runs.result import Measurement, TrialResult
 from tuner.search.crashes import codes_of
-from tuner.search.idle import idle
+from tuner.search.inactive_knobs import idle
 from tuner.space.space import build_space, effective
 
 SPACE = build_space(effective({}, "vllm"), 8192)

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from tuner.interrupts import Interrupts
+from tuner.runs.interrupts import Interrupts
 
 
 def interrupted_load(*numbers, error=None):

@@ -3,7 +3,7 @@ import shlex
 import yaml
 
 from servers.flags.command import parse_command
-from tuner.report.launch import launch
+from tuner.job.launch import launch
 
 FLAGS = {
     "max_num_batched_tokens": 128,

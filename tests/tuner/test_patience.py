@@ -1,6 +1,6 @@
 import threading
 
-from tuner.runs.patience import Patience
+from tuner.runs.watchdog import Patience
 
 
 def wait(event):

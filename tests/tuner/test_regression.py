@@ -14,17 +14,17 @@ from analytic_target import AnalyticTarget, does_not_start
 from llama_8b import CONFIG
 from typer.testing import CliRunner
 
-from tuner.interrupts import Interrupts
-from tuner.job import Job
-from tuner.observer import Observer
-from tuner.optimize import Optimizer
-from tuner.outcome import Outcome
-from tuner.regression import KEY, PreviousError, Recommendation, read_previous
+from tuner.runs.interrupts import Interrupts
+from tuner.job.job import Job
+from tuner.study.observer import Observer
+from tuner.study.optimize import Optimizer
+from tuner.study.outcome import Outcome
+from tuner.study.regression import KEY, PreviousError, Recommendation, read_previous
 from tuner.report.facts import report_facts
 from tuner.report.report import Facts, write_report
 from tuner.report.reproduce import command_of
 from servers.slo.objective import parse_slo
-from tuner.trial import Bench
+from tuner.study.trial import Bench
 from tuner.workers.storage import open_storage, open_study
 from vtune_cli import app
 
@@ -117,7 +117,7 @@ def test_old_flags_that_no_longer_serve_have_moved(recommended: Recommendation, 
 
 
 def test_an_interrupted_study_says_nothing(before: Facts, tmp_path: Path) -> None:
-    from tuner.regression import compare_with, recommendation
+    from tuner.study.regression import compare_with, recommendation
 
     baseline = before.baseline
     assert baseline is not None

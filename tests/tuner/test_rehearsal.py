@@ -6,7 +6,7 @@ import pytest
 from analytic_target import AnalyticTarget
 
 from loadgen.plan.workload import preset
-from tuner.rehearsal import Fate, Rehearsal, describe_fates
+from tuner.study.presimulation import Fate, Rehearsal, describe_fates
 from tuner.runs.load import Load
 from tuner.search.prior import Prediction, SimulatedPrior
 from servers.slo.objective import PRESETS

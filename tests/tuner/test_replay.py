@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from loadgen.commands.options import Oversized
 from loadgen.plan.traces import Trace, TraceError, TraceRow
-from tuner.options import Replay
+from tuner.job.options import Replay
 from tuner.runs.replay import MIN_REQUESTS, ReplayLoad, digest, read_replay
 from vtune_cli import app
 

@@ -9,12 +9,12 @@ import optuna
 import pytest
 from analytic_target import AnalyticTarget, does_not_start
 
-from tuner.interrupts import Interrupts
-from tuner.job import Job
-from tuner.observer import Observer
-from tuner.optimize import Optimizer
+from tuner.runs.interrupts import Interrupts
+from tuner.job.job import Job
+from tuner.study.observer import Observer
+from tuner.study.optimize import Optimizer
 from tuner.report import plots
-from tuner.report.cost import cost
+from tuner.study.cost import cost
 from tuner.report.coverage import coverage
 from tuner.report.curves import KnobCurve, Point, along
 from tuner.report.facts import report_facts
@@ -23,7 +23,7 @@ from tuner.runs.findings import TrialFinding
 from tuner.runs.result import Measurement, Reading, TrialResult
 from servers.slo.objective import parse_slo
 from tuner.space.space import build_space, config_key, render_value
-from tuner.trial import Bench
+from tuner.study.trial import Bench
 from tuner.workers.storage import open_study
 
 

@@ -12,8 +12,8 @@ import pytest
 from llama_8b import CONFIG
 
 from tuner.command import Options, new_job, run
-from tuner.optimize import Optimizer
-from tuner.target import TargetError, make_target
+from tuner.study.optimize import Optimizer
+from tuner.study.target import TargetError, make_target
 
 
 @pytest.fixture(scope="module")

@@ -20,21 +20,21 @@ from loadgen.targets.model_shape import Shape, shape_of
 from loadgen.targets.simulated import SimulatedTarget
 from loadgen.plan.workload import Length, RequestClass, Workload
 from tuner.command import Options, run
-from tuner.interrupts import Interrupts
-from tuner.job import Job
-from tuner.observer import Observer
-from tuner.optimize import Optimizer
+from tuner.runs.interrupts import Interrupts
+from tuner.job.job import Job
+from tuner.study.observer import Observer
+from tuner.study.optimize import Optimizer
 from tuner.runs.load import Load, span
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading, TrialResult
-from tuner.runs.survey import Survey, time_alone
-from tuner.search import sketch as sketch_module
+from tuner.runs.profiling import Survey, time_alone
+from tuner.search import fitted_simulator as sketch_module
 from tuner.search.prior import PriorError, SimulatedPrior, make_simulator
-from tuner.search.sketch import NoSketch, Sketch, draw
+from tuner.search.fitted_simulator import NoSketch, Sketch, draw
 from servers.slo.objective import parse_slo
 from tuner.space.space import effective
-from tuner.space.startlog import read_start_log
-from tuner.trial import Bench
+from tuner.space.start_log import read_start_log
+from tuner.study.trial import Bench
 
 SLO = parse_slo("itl_p99<50ms,ttft_p95<1s")
 TIMES = StepTimes(launch=4e-3, weights=9e-3, per_token=1e-4, per_row=3e-5, per_context=8e-8, per_pair=5e-9)
@@ -171,7 +171,7 @@ def test_a_sketch_without_memory_plan_or_lone_request(
     survey: Survey, baseline: TrialResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An old study, or a server that logs nothing."""
-    monkeypatch.setattr("tuner.search.sketch.ROUNDS", 3)
+    monkeypatch.setattr("tuner.search.fitted_simulator.ROUNDS", 3)
     blind = replace(survey, memory=None, lone_itl=math.nan)
     drawn = draw(blind, replace(baseline, peak_running=None), LOAD.rungs(), SLO, Shape(4e-5, 9e-6))
     assert drawn.coefficients["per_pair"] == pytest.approx(4e-5 * drawn.coefficients["per_token"])
@@ -183,7 +183,7 @@ def test_of_what_never_came_nothing_is_reproduced(
     survey: Survey, baseline: TrialResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few of the baseline's requests failed: their latency is infinite, and so is the tail."""
-    monkeypatch.setattr("tuner.search.sketch.ROUNDS", 1)
+    monkeypatch.setattr("tuner.search.fitted_simulator.ROUNDS", 1)
     assert baseline.measurement is not None
     readings = {**baseline.measurement.readings, "ttft_p95": Reading(math.inf, 40)}
     broken = replace(baseline, measurement=replace(baseline.measurement, readings=readings))
@@ -282,7 +282,7 @@ def test_a_study_with_a_sketch(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tuner.search.sketch.ROUNDS", 1)
+    monkeypatch.setattr("tuner.search.fitted_simulator.ROUNDS", 1)
     options = Options(
         target=truth.name,
         model=truth._model_name,

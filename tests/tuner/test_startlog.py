@@ -6,7 +6,7 @@ import pytest
 
 from servers.flags.memory_plan import MemoryPlan
 from tuner.space.space import Surroundings, build_space, effective
-from tuner.space.startlog import read_start_log
+from tuner.space.start_log import read_start_log
 
 GIB, MIB = 1 << 30, 1 << 20
 BUNDLED = """

@@ -2,7 +2,7 @@
 
 import math
 
-from tuner.search.starts import starting_points
+from tuner.search.initial_design import starting_points
 from servers.slo.objective import parse_slo
 
 BASELINE = {"max_num_batched_tokens": 8192, "max_num_seqs": 64}

@@ -11,7 +11,7 @@ from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.trial import TrialState
 
-from tuner.output import OutputError, locked
+from tuner.output.folder import OutputError, locked
 from servers.slo.objective import parse_slo
 from tuner.workers.storage import (
     Heartbeat,

@@ -11,7 +11,7 @@ import numpy as np
 
 from tuner.runs.result import TrialResult
 from tuner.search.crashes import Crashes, cause_of, codes_of
-from tuner.search.idle import idle
+from tuner.search.inactive_knobs import idle
 from tuner.space.space import Space, config_key, render_value
 
 

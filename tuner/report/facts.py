@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from loadgen.target import Target
 from loadgen.targets.simulated import SimulatedTarget
-from tuner.loads import Advice
-from tuner.optimize import Optimizer
-from tuner.outcome import Outcome
-from tuner.regression import Recommendation, compare_with, recommendation
-from tuner.rehearsal import describe_fates
-from tuner.report.cost import SPENT_ON
+from tuner.study.loads import Advice
+from tuner.study.optimize import Optimizer
+from tuner.study.outcome import Outcome
+from tuner.study.regression import Recommendation, compare_with, recommendation
+from tuner.study.presimulation import describe_fates
+from tuner.study.cost import SPENT_ON
 from tuner.report.curves import along
-from tuner.report.launch import launch
+from tuner.job.launch import launch
 from tuner.report.report import Facts
 from tuner.report.reproduce import command_of
 from tuner.search.model import ModelStrategy

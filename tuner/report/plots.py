@@ -12,9 +12,9 @@ import plotly.io
 
 from servers.slo.bounds import LATENCIES, RATES, family_of
 from loadgen.measure.stats import Distribution
-from tuner.loads import Advice
-from tuner.outcome import label
-from tuner.report.cost import Item
+from tuner.study.loads import Advice
+from tuner.study.outcome import label
+from tuner.study.cost import Item
 from tuner.report.curves import KnobCurve
 from tuner.report.pareto import Front
 from tuner.runs.result import Reading, TrialResult

@@ -20,15 +20,15 @@ from plotly.offline import get_plotlyjs
 from loadgen.measure.record import Records, RecordsError, write_atomically
 from servers.slo.bounds import format_value
 from loadgen.measure.stats import Distribution
-from tuner.loads import Advice
-from tuner.outcome import Outcome, describe_trial, label
-from tuner.regression import KEY, Recommendation, Regression, show
+from tuner.study.loads import Advice
+from tuner.study.outcome import Outcome, describe_trial, label
+from tuner.study.regression import KEY, Recommendation, Regression, show
 from tuner.report import plots
-from tuner.report.cost import Item, cost
+from tuner.study.cost import Item, cost
 from tuner.report.coverage import Coverage, coverage
 from tuner.report.curves import KnobCurve, one_knob_curves
 from tuner.report.effects import Effect, effects
-from tuner.report.launch import Launch
+from tuner.job.launch import Launch
 from tuner.report.pareto import Front, pareto_front
 from tuner.runs.measure import pooled
 from tuner.runs.result import Reading, TrialResult, without_nan
@@ -79,7 +79,7 @@ class Facts:
     rehearsed: str = ""
     """How the trials' configs fared in a rehearsal of the confirmation."""
     spent_on: Mapping[str, float] = field(default_factory=dict)
-    """Seconds beside the trials', by purpose (see tuner.report.cost)."""
+    """Seconds beside the trials', by purpose (see tuner.study.cost)."""
 
     @property
     def baseline(self) -> TrialResult | None:

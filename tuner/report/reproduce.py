@@ -10,7 +10,7 @@ from typing import Any
 
 from servers.flags.command import render
 from loadgen.commands.options import Recorded
-from tuner.job import Job
+from tuner.job.job import Job
 
 _SPELLED = {"run_seconds": "run-time"}
 _SECONDS = ("budget", "run_seconds")

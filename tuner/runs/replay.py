@@ -16,7 +16,7 @@ from typing import Any
 
 from loadgen.plan.traces import Trace, TraceError
 from loadgen.plan.workload import Schedule
-from tuner.options import Replay
+from tuner.job.options import Replay
 from tuner.runs.load import SHORT_SHARE, WARMUP, cut
 from tuner.runs.seeds import Seeds
 

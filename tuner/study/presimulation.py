@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 
 from servers.slo.bounds import name_of
-from tuner.confirm import judge_runs
+from tuner.study.confirmation import judge_runs
 from tuner.runs.load import Traffic
 from tuner.runs.measure import Run
 from tuner.search.prior import Prediction, SimulatedPrior

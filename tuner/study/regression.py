@@ -15,7 +15,7 @@ from typing import Any, Self
 import optuna
 
 from servers.slo.bounds import format_value
-from tuner.outcome import ESTIMATE, Outcome, label
+from tuner.study.outcome import ESTIMATE, Outcome, label
 from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
 from servers.slo.objective import Slo
 from tuner.workers.storage import StorageError, open_storage, sqlite_file

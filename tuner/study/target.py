@@ -14,8 +14,8 @@ from loadgen.target import Target
 from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import SimulatedTarget
-from tuner.job import Job
-from tuner.report.launch import BUNDLED_HUB_ID
+from tuner.job.job import Job
+from tuner.job.launch import BUNDLED_HUB_ID
 from tuner.space.file import SpaceFile
 from tuner.space.knobs import Surroundings
 from tuner.space.space import build_space, effective

@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.wire.messages import Progress
-from tuner.budget import format_seconds
-from tuner.observer import Observer
+from tuner.study.budget import format_seconds
+from tuner.study.observer import Observer
 from tuner.runs.result import TrialResult
 
 LAST_OUTCOMES = 6

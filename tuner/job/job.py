@@ -38,7 +38,7 @@ class Job:
     budget: float | None = DEFAULT_BUDGET
     trials: int | None = None
     run_seconds: float | None = None
-    """Length of a run; None: by what a start costs (see ``tuner.offer``)."""
+    """Length of a run; None: by what a start costs (see ``tuner.study.load_selection``)."""
     pairs: int | None = None
     command: str = ""
     """How ``--flags`` starts a server of the target's kind, without its flags; "": as it is installed."""
@@ -56,9 +56,9 @@ class Job:
     prior: str = "auto"
     """What simulates configs beforehand (see tuner.search.prior.make_simulator)."""
     replay: Mapping[str, Any] | None = None
-    """Recorded traffic in place of the workload: ``tuner.options.Replay`` as JSON, and the file's sha256."""
+    """Recorded traffic in place of the workload: ``tuner.job.options.Replay`` as JSON, and the file's sha256."""
     baseline: Mapping[str, Any] | None = None
-    """The ``tuner.regression.Recommendation`` of an earlier study, as JSON; ``flags`` are its flags."""
+    """The ``tuner.study.regression.Recommendation`` of an earlier study, as JSON; ``flags`` are its flags."""
     loads: tuple[float, ...] | None = None
     """Levels of load to compare configs at afterwards; None: those of a replayed trace; empty: none."""
 

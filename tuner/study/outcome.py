@@ -8,7 +8,7 @@ from typing import Literal
 
 from servers.flags.command import render
 from servers.slo.bounds import STATISTICS, format_value
-from tuner.confirm import Change, Confirmation
+from tuner.study.confirmation import Change, Confirmation
 from tuner.runs.result import TrialResult
 from tuner.search.repeats import joined
 from servers.slo.objective import Objective, Slo

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from loadgen.measure.record import write_atomically
 from loadgen.target import Target
-from tuner.loads import Advice, compare_loads
-from tuner.optimize import Optimizer
-from tuner.outcome import ESTIMATE, Outcome
-from tuner.regression import KEY
+from tuner.study.loads import Advice, compare_loads
+from tuner.study.optimize import Optimizer
+from tuner.study.outcome import ESTIMATE, Outcome
+from tuner.study.regression import KEY
 from tuner.report.facts import report_facts
 from tuner.report.report import write_report
 

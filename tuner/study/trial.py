@@ -16,12 +16,12 @@ from servers.slo.bounds import Bound
 from loadgen.target import CLIENT_KILLED, OpenTarget, Target, TargetFailed
 from loadgen.wire.messages import Progress
 from loadgen.plan.workload import Schedule
-from tuner.interrupts import Interrupts
-from tuner.observer import Observer
+from tuner.runs.interrupts import Interrupts
+from tuner.study.observer import Observer
 from tuner.runs.findings import examine
 from tuner.runs.load import Traffic, span
 from tuner.runs.measure import Run, measure
-from tuner.runs.patience import Patience
+from tuner.runs.watchdog import Patience
 from tuner.runs.result import SERVES, Measurement, Status, TrialResult
 from tuner.runs.rungs import reason_to_stop
 from tuner.runs.scrape import read_figures

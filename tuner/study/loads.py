@@ -13,17 +13,17 @@ from typing import Any
 
 from servers.slo.bounds import Bound
 from loadgen.target import Target, TargetFailed
-from tuner.budget import LOADS_CONFIGS, PAUSE
-from tuner.dynamic import Curve, Regime, advise, advised, regimes, to_json
-from tuner.optimize import Optimizer
-from tuner.outcome import Outcome, label
+from tuner.study.budget import LOADS_CONFIGS, PAUSE
+from tuner.study.dynamic import Curve, Regime, advise, advised, regimes, to_json
+from tuner.study.optimize import Optimizer
+from tuner.study.outcome import Outcome, label
 from tuner.runs.load import span
 from tuner.runs.measure import Run, measure
 from tuner.runs.replay import ReplayLoad
 from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
 from servers.slo.objective import Slo
 from tuner.space.space import DRAFTS, Config, Space, config_key, describe_changes
-from tuner.trial import ServerFailed, SetupFailed
+from tuner.study.trial import ServerFailed, SetupFailed
 
 SENSITIVE = (DRAFTS, "max_num_batched_tokens", "max_num_seqs")
 """Knobs whose best value is known to depend on the load, the most sensitive first."""

@@ -11,16 +11,16 @@ from servers.flags.offered_flags import OfferedFlags
 from loadgen.plan.traces import Trace
 from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, Workload
 from loadgen.plan.workload_file import workload_of
-from tuner.job import DEFAULT_RUN_SECONDS, Job
-from tuner.options import Replay
+from tuner.job.job import DEFAULT_RUN_SECONDS, Job
+from tuner.job.options import Replay
 from tuner.runs.load import Load, Traffic
 from tuner.runs.replay import ReplayLoad, read_replay
-from tuner.runs.survey import OFFERED_SHARE, Survey, find_capacity, fitting_scale, time_alone
+from tuner.runs.profiling import OFFERED_SHARE, Survey, find_capacity, fitting_scale, time_alone
 from servers.slo.objective import Slo
 from servers.flags.memory_plan import MemoryPlan
 from tuner.space.space import Surroundings, effective
-from tuner.space.startlog import read_start_log
-from tuner.trial import Bench
+from tuner.space.start_log import read_start_log
+from tuner.study.trial import Bench
 
 FALLBACK_CONTEXT = 4096
 """Context length assumed where the baseline does not come up to be asked."""

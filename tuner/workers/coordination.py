@@ -25,7 +25,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from tuner.interrupts import Interrupts
+from tuner.runs.interrupts import Interrupts
 from tuner.search.study import Proposal, Study
 from tuner.workers.machine import Machine
 from tuner.workers.storage import SharedStorage, experimental

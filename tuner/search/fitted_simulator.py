@@ -40,7 +40,7 @@ from loadgen.plan.workload import Schedule
 from tuner.runs.load import span
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading, TrialResult
-from tuner.runs.survey import LONE_PROMPT, Survey, time_alone
+from tuner.runs.profiling import LONE_PROMPT, Survey, time_alone
 from tuner.search.gp import Array
 from servers.slo.objective import Slo
 from tuner.space.config import Config

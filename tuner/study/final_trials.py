@@ -6,8 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from tuner.budget import MAX_PAIRS, Clock, Plan
-from tuner.rehearsal import Rehearsal
+from tuner.study.budget import MAX_PAIRS, Clock, Plan
+from tuner.study.presimulation import Rehearsal
 from tuner.search.study import Study
 
 SURE_TRIALS = 2
