@@ -53,7 +53,7 @@ playbooks: model  ## Prove every playbook's cure (about an hour, in parts: run i
 	-$(BIN)/vtune playbook run --all --simulated --out $(CURES)
 	-$(BIN)/vtune playbook run --all --measured --pairs 3 --limit $(PART) --out $(CURES)
 	-$(BIN)/vtune playbook run --all --measured --target simulated:two-cores --out $(CURES)/two-cores
-	$(BIN)/python -m benchmarks.cures $(CURES) $(CURES)/two-cores
+	$(BIN)/python -m benchmarks.doctor.cures $(CURES) $(CURES)/two-cores
 
 format:  ## Format and fix what can be fixed
 	$(BIN)/ruff format .

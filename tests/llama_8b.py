@@ -1,5 +1,5 @@
 """The shape of an 8B Llama, for what only estimates."""
 
-from benchmarks.shapes import shape
+from benchmarks.engine.shapes import shape
 
 CONFIG = shape("8B", 8192)

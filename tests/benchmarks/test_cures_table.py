@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cures import PAGE, VERIFIED, is_current, tables, with_table
+from benchmarks.doctor.cures import PAGE, VERIFIED, is_current, tables, with_table
 from doctor.diagnosis.playbook import load_all
 from doctor.diagnosis.verification_status import NOT_VERIFIED, SCHEMA, standing
 

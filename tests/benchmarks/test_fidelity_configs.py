@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import fidelity
+from benchmarks.tuner import fidelity
 from engine.config import EngineConfig
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import gate
+from benchmarks.loadgen import gate
 from loadgen.compare import Pair
 from loadgen.measure.record import ClientStats, Failure, Records, RequestRecord
 
@@ -106,5 +106,5 @@ def test_a_spoilt_run_is_made_again() -> None:
 
 
 def test_the_benchmark_runs_as_a_module() -> None:
-    assert importlib.util.find_spec("benchmarks.gate") is not None
+    assert importlib.util.find_spec("benchmarks.loadgen.gate") is not None
     assert "engine" not in {name.partition(".")[0] for name in vars(gate) if name in sys.modules}

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.mock_llm import Mock, mock
-from benchmarks.rival_tools import TOOLS, Load, Streams, VllmBench, stamped
-from benchmarks.rivals import judged, lateness
+from benchmarks.loadgen.mock_llm import Mock, mock
+from benchmarks.peers.rival_tools import TOOLS, Load, Streams, VllmBench, stamped
+from benchmarks.peers.rivals import judged, lateness
 from loadgen.plan.arrivals import Constant, Gamma, Poisson
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scheduler import Arrival, Ours, Pace, read_trace, replay, steady
+from benchmarks.engine.scheduler import Arrival, Ours, Pace, read_trace, replay, steady
 
 
 def test_a_steady_step_is_measured() -> None:

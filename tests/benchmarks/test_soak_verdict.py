@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.soak_verdict import GROWTH_MB, SPARE_FILES, Rest, Trend, judge, steady
+from benchmarks.engine.soak_verdict import GROWTH_MB, SPARE_FILES, Rest, Trend, judge, steady
 
 CALM = [Rest(60.0 * i, 0.0, 0, True, 900.0, 200.0, 20, 15) for i in range(30)]
 

@@ -8,13 +8,13 @@ from dataclasses import replace
 import optuna
 import pytest
 
-from benchmarks.tuner import OURS, Contest, Row, scored, search_rival
-from benchmarks.tuner_bed import Bed, Ledger, Mark, World
-from benchmarks.tuner_noise import Noise
-from benchmarks.tuner_ours import Bookkeeper, search_ours
-from benchmarks.tuner_problems import CPU, MEMORY, SEQS, THRESHOLD, TOKENS, Problem
-from benchmarks.tuner_rivals import RIVALS
-from benchmarks.tuner_tables import (
+from benchmarks.tuner.tuner import OURS, Contest, Row, scored, search_rival
+from benchmarks.tuner.bed import Bed, Ledger, Mark, World
+from benchmarks.tuner.noise import Noise
+from benchmarks.tuner.ours import Bookkeeper, search_ours
+from benchmarks.tuner.problems import CPU, MEMORY, SEQS, THRESHOLD, TOKENS, Problem
+from benchmarks.peers.tuner_rivals import RIVALS
+from benchmarks.tuner.tables import (
     CPU_TIMES,
     Entry,
     Table,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.prometheus import (
+from benchmarks.doctor.prometheus import (
     PROMETHEUS,
     PROMTOOL,
     await_first_scrape,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.doctor_loads import HEALTHY
-from benchmarks.doctor_matrix import TRUTH as KNOWN
+from benchmarks.doctor.loads import HEALTHY
+from benchmarks.doctor.matrix import TRUTH as KNOWN
 from servers.metrics.exposition import read_series_text, split_scrapes
 
 FOLDER = Path(__file__).parents[2].parent / "shared" / "scrapes"

@@ -1,6 +1,6 @@
 """Faults injected into simulated servers are found through a Prometheus, with the right cure.
 
-A part of ``benchmarks/doctor_faults.py``, which has every fault, more loads of each, and the live ones.
+A part of ``benchmarks/doctor/faults.py``, which has every fault, more loads of each, and the live ones.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from pathlib import Path
 
 from live_prometheus import needs_prometheus
 
-from benchmarks.doctor_fault_catalog import CONTROLS, FAULTS, HEALTHY
-from benchmarks.doctor_faults import Outcome, simulated
+from benchmarks.doctor.fault_catalog import CONTROLS, FAULTS, HEALTHY
+from benchmarks.doctor.faults import Outcome, simulated
 
 CHOSEN = (
     "a cap of 2 sequences",

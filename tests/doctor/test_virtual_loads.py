@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.doctor_loads import CASES, HEALTHY, Case, recorded
-from benchmarks.virtual_server import GPU
+from benchmarks.doctor.loads import CASES, HEALTHY, Case, recorded
+from benchmarks.loadgen.virtual_server import GPU
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from doctor.metrics.sources import Scrapes
 
 WELL = [case for case in CASES.values() if case.truth == HEALTHY and case.pace != GPU]
 SICK = [case for case in CASES.values() if case.truth != HEALTHY and case.pace != GPU]
-"""Those of a GPU's pace take longer to simulate; ``benchmarks/doctor_matrix.py`` has them too."""
+"""Those of a GPU's pace take longer to simulate; ``benchmarks/doctor/matrix.py`` has them too."""
 
 
 def examine(case: Case, flags_known: bool, thinned: slice = slice(None)) -> Diagnosis:

@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py`` where there is no GPU: it says so, and its dry run goes through all of its code."""
+"""``benchmarks/engine/gpu.py`` where there is no GPU: it says so, and its dry run goes through all of its code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "benchmarks.gpu", *arguments]
+    command = [sys.executable, "-m", "benchmarks.engine.gpu", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 

@@ -47,7 +47,7 @@ def test_attention_multiplies_on_tensor_cores() -> None:
 def compile_some(only: str, *targets: str) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is for Linux only")
-    command = [sys.executable, "-m", "benchmarks.kernel_manifest", "--only", only]
+    command = [sys.executable, "-m", "benchmarks.engine.kernel_manifest", "--only", only]
     command += [word for target in targets for word in ("--target", target)]
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
@@ -56,7 +56,7 @@ def compile_some(only: str, *targets: str) -> None:
 
 
 def test_the_compiler_gives_the_manifest_again() -> None:
-    """Some of it; ``python -m benchmarks.kernel_manifest`` compiles everything."""
+    """Some of it; ``python -m benchmarks.engine.kernel_manifest`` compiles everything."""
     compile_some("^(llama prefill|llama decode, split|llama fp8 cache write|norm of 576|silu)$", "sm_90")
 
 

@@ -1,0 +1,89 @@
+"""What the tuner knows of a problem's server once its baseline is measured, and the sketch drawn of that.
+
+The survey is of the problem's own simulated server; the baseline's figures are the table's, without noise.
+Where the table was measured they are a real run's, and the survey is of the simulator's idea of that server.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tuner.noise import TABLE_SETTING
+from benchmarks.tuner.problems import MEASURED, SEQS, Problem
+from benchmarks.tuner.tables import CACHE, Builder, Entry, Table, cached, server_of, table
+from tuner.runs.result import TrialResult
+from tuner.runs.profiling import Survey, time_alone
+from tuner.search.fitted_simulator import Sketch, draw
+from tuner.space.start_log import LINES, read_start_log
+
+_surveys: dict[str, Survey] = {}
+"""Of problems by name, made once."""
+
+
+def survey_of(problem: Problem) -> Survey:
+    """What the baseline's server tells."""
+    if problem.name not in _surveys:
+        _surveys[problem.name] = _survey(problem)
+    return _surveys[problem.name]
+
+
+def _survey(problem: Problem) -> Survey:
+    with server_of(problem).open(problem.baseline) as server:
+        context = server.max_model_len
+        assert context is not None, "a simulated server knows its context"
+        alone = time_alone(server, context, 0, lambda to, load: to.run(load))
+        told = read_start_log(
+            server.log_tail(LINES),
+            problem.job.server,
+            problem.baseline,
+            metrics=server.scrape(),
+            proportional=True,
+        )
+    return Survey(
+        context,
+        problem.start_seconds,
+        alone.prefill_speed,
+        rate=problem.rate,
+        concurrency=problem.concurrency,
+        lone_itl=alone.itl,
+        memory=told.memory.to_json() if told.memory else None,
+    )
+
+
+def running(problem: Problem, entry: Entry, flags: Mapping[str, Any]) -> int:
+    """What the gauge would have shown: of an open loop by Little's law."""
+    wanted = problem.concurrency or math.ceil((problem.rate or 0.0) * entry.figures["e2e_p95"])
+    return min(wanted, int(flags[SEQS]))
+
+
+def sketch_of(problem: Problem, entry: Entry) -> Sketch:
+    """``entry``: the baseline's."""
+    survey = survey_of(problem)
+    if problem is MEASURED:
+        with server_of(problem).open(problem.baseline) as server:
+            schedules = TABLE_SETTING.load(server, 0, problem.run_seconds).rungs()
+    else:
+        schedules = (Builder(problem, server_of(problem)).load(survey.max_model_len).confirmation(0),)
+    baseline = TrialResult(
+        0,
+        problem.baseline,
+        "baseline",
+        "measured",
+        measurement=entry.measurement,
+        peak_running=running(problem, entry, problem.baseline),
+    )
+    return draw(survey, baseline, schedules, problem.slo)
+
+
+def sketched_table(problem: Problem, cache: Path = CACHE) -> Table:
+    """What the sketch predicts; like the other priors it sees other requests than the truth does."""
+
+    def make() -> Builder:
+        sketch = sketch_of(problem, table(problem).entry(problem.baseline))
+        print(f"{problem.name}: {sketch.describe()}", flush=True)
+        return Builder(problem, sketch.target, seed=7)
+
+    return cached(problem, "sketched", make, cache)
