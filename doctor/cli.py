@@ -129,11 +129,13 @@ def doctor(
     if context.invoked_subcommand is not None:
         return
     from doctor.diagnosis.diagnose import diagnose
-    from servers.logs.vllm_log import read_log
-    from doctor.metrics.period import period, seconds
     from doctor.diagnosis.playbook import PlaybookError
-    from doctor.metrics.sources import SeriesFile, SourceError
-    from servers.flags.command import FlagError, parse_command
+    from doctor.metrics.period import period, seconds
+    from doctor.metrics.sources import SeriesFile
+    from servers.errors import SourceError
+    from servers.flags.command import parse_command
+    from servers.flags.words import FlagError
+    from servers.logs.vllm_log import read_log
     from servers.slo.bounds import SloError
 
     try:
@@ -182,8 +184,8 @@ def _watch(judge: Callable[[], Diagnosis], pause: float, format: Format) -> Diag
     from datetime import datetime
 
     from doctor.diagnosis.finding import Diagnosis
-    from doctor.metrics.sources import SourceError
     from doctor.output.watch import line, screen, watch
+    from servers.errors import SourceError
 
     if format not in (Format.text, Format.json):
         raise ValueError(f"--watch writes text or json, not {format.value}")
@@ -208,9 +210,9 @@ def _watch(judge: Callable[[], Diagnosis], pause: float, format: Format) -> Diag
 def _print(diagnosis: Diagnosis, format: Format, queries: bool, fail_on: Threshold | None) -> None:
     import json
 
+    from doctor.diagnosis.playbook import load_all
     from doctor.output.junit import as_junit
     from doctor.output.markdown import as_markdown
-    from doctor.diagnosis.playbook import load_all
     from doctor.output.report import as_text
 
     if sys.stderr.isatty():

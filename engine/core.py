@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from engine.config import GIB, EngineConfig
-from engine.kv.kv_cache import KVCacheManager, MemoryPlan, plan_memory
 from engine.baselines.static import StaticBatchScheduler
 from engine.baselines.two_track import TwoTrackScheduler
+from engine.config import GIB, EngineConfig
+from engine.kv.kv_cache import KVCacheManager, MemoryPlan, plan_memory
+from engine.metrics.stats import SchedulerStats, StepObserver, StepStats
 from engine.request import Request, RequestStatus
 from engine.scheduling.scheduler import UnifiedScheduler
-from engine.metrics.stats import SchedulerStats, StepObserver, StepStats
+from engine.scheduling.waiting import WaitingQueue
 from engine.step import AdmissionStop, RequestOutput, StepOutput, StepPlan, StepResult
 from engine.structured.grammars import Compiler, Grammars, LLGuidance
-from engine.scheduling.waiting import WaitingQueue
 
 GATE_SECONDS = 0.001
 """How long to let others work when all that there is to do waits for them."""

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig, SpeculativeConfig, StructuredOutputsConfig
 from engine.core import EngineCore
-from engine.models.model_config import load_model_config
-from engine.request import Request, RequestStatus, SamplingParams
-from engine.step import RequestOutput, StepOutput, StepPlan, TokenLogprobs
-from engine.server.text_stream import TextStream
+from engine.models.checkpoint import load_model_config
 from engine.models.tokenizer import Tokenizer
 from engine.models.weights import resolve_model
+from engine.request import Request, RequestStatus, SamplingParams
+from engine.server.text_stream import TextStream
+from engine.step import RequestOutput, StepOutput, StepPlan, TokenLogprobs
 
 if TYPE_CHECKING:
     from engine.core import Runner

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, Self
 
-if TYPE_CHECKING:
-    from engine.structured.grammars import Grammar
-    from engine.scheduling.waiting import Gate
+import numpy as np
+import numpy.typing as npt
 
 
 class Hasher(Protocol):
@@ -104,6 +104,48 @@ class SamplingParams:
         return self.temperature == 0.0
 
 
+class GateError(Exception):
+    """What a request waits for will never come."""
+
+
+class Gate(ABC):
+    """Something a request needs, beside its turn, before it can run: such as a grammar that is compiled.
+
+    Set ``request.gate`` before the scheduler gets the request. Whenever the request could be admitted, the
+    scheduler asks whether the gate is open; while it is not, the request is set aside, others are admitted,
+    and it is put back in its old place. Once it is open it is forgotten, and the request is like any other.
+    """
+
+    status: RequestStatus
+    """What the request's status is until then."""
+    then: RequestStatus = RequestStatus.WAITING
+    """What it is afterwards."""
+
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether the gate is open. Returns at once. Raises GateError if it never will be: the request
+        then ends with FINISHED_ERROR."""
+
+
+class OutputForm(Protocol):
+    """The form that a request's output must have, compiled: see ``engine.structured``."""
+
+    @property
+    def error(self) -> str:
+        """Why the output cannot go on; "" while it can."""
+
+    def copy(self) -> Self:
+        """One for another request, at the same place."""
+
+    def allowed(
+        self, output: Sequence[int], drafts: Sequence[int] = ()
+    ) -> list[npt.NDArray[np.bool_] | None]:
+        """What may follow ``output``, and each of ``drafts`` after it: 1 + len(drafts) rows [vocab]."""
+
+    def keep_valid(self, output: Sequence[int], drafts: list[int]) -> list[int]:
+        """The first of ``drafts`` that may follow ``output``."""
+
+
 @dataclass(slots=True, eq=False)  # a request is itself, whatever its fields say
 class Request:
     """One sequence. ``token_ids`` is the prompt followed by every emitted token."""
@@ -146,7 +188,7 @@ class Request:
     """Prefix-hit tokens at the first admission."""
     gate: Gate | None = None
     """What it waits for beside its turn; None: nothing. Set before it is added, cleared once it is open."""
-    grammar: Grammar | None = None
+    grammar: OutputForm | None = None
     """What its ``structured_outputs`` were compiled to, once they are. It outlives a preemption."""
     error: str = ""
     """Why it ended with FINISHED_ERROR, in words for whoever sent it."""

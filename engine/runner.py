@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from engine.baselines.padding import padding_sequences
 from engine.config import GIB, ConfigError, EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
@@ -30,17 +31,17 @@ from engine.kernels.device import (
 from engine.kernels.host import HostBlocks
 from engine.kv.kv_format import kv_format
 from engine.kv.kv_transfer import KVConnectorWorker
-from engine.baselines.padding import padding_sequences
+from engine.models.checkpoint import load_model_config, open_checkpoint
 from engine.models.model import TensorError, Workspace, attention_shape, layer_rope_tables, load_decoder
-from engine.models.model_config import ModelConfig, load_model_config
+from engine.models.model_config import ModelConfig
 from engine.models.model_error import ModelError
+from engine.models.weights import resolve_model
 from engine.request import Request
+from engine.sampling.rejection import accept
 from engine.sampling.sampler import Drawn, Sampler, SampleRow
 from engine.spec.make import ProposerFactory, make_proposer
 from engine.spec.proposer import TargetStep
-from engine.sampling.rejection import accept
 from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
-from engine.models.weights import open_checkpoint, resolve_model
 
 INPUT_BYTES = 64
 """Of a token's id, position and slot, in the widths that the kernels want them in."""

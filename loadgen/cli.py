@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-import loadgen.commands.compare_command
-import loadgen.commands.counters_command
-import loadgen.commands.record_command
-import loadgen.commands.simulate_command
-import loadgen.commands.sweep_command
-import loadgen.commands.trace_command
+from loadgen.commands import (
+    compare_command,
+    counters_command,
+    record_command,
+    simulate_command,
+    sweep_command,
+    trace_command,
+)
 from loadgen.commands.options import Connection, Load, with_options
 from loadgen.output.terminal import (
     FAILED,
@@ -61,13 +63,13 @@ bench = typer.Typer(
 
 def mount(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
-    loadgen.sweep_command.mount(bench)
-    loadgen.compare_command.mount(bench)
-    loadgen.counters_command.mount(bench)
-    loadgen.record_command.mount(bench)
-    loadgen.trace_command.mount(bench)
+    sweep_command.mount(bench)
+    compare_command.mount(bench)
+    counters_command.mount(bench)
+    record_command.mount(bench)
+    trace_command.mount(bench)
     app.add_typer(bench, name="bench")
-    loadgen.simulate_command.mount(app)
+    simulate_command.mount(app)
 
 
 @bench.command()
@@ -173,7 +175,7 @@ def _write(
     json_file: Path | None,
     html_file: Path | None,
 ) -> None:
-    from loadgen.measure.record import write_atomically
+    from servers.files import write_atomically
 
     pages = [html_file] if html_file else []
     try:
@@ -215,8 +217,7 @@ def _print(records: Records, bounds: Sequence[Bound], format: RunFormat) -> bool
 
 def _formatted(records: Records, bounds: Sequence[Bound], format: RunFormat) -> str:
     """One of the formats that are no tables for a terminal."""
-    from loadgen.output import exports
-    from loadgen.output import report
+    from loadgen.output import exports, report
 
     match format:
         case RunFormat.MARKDOWN:

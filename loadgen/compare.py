@@ -16,8 +16,8 @@ import numpy as np
 from loadgen.measure.paired import Effect, Verdict, floor_of, holm, judge, overall, paired_effect, rises
 from loadgen.measure.record import Records
 from loadgen.measure.stats import RATES, Bound, Summary
-from loadgen.target import OpenTarget, Target, TargetFailed
 from loadgen.plan.workload import Schedule
+from loadgen.target import OpenTarget, Target, TargetFailed
 
 SCHEMA = "vtune.comparison/1"
 COUNTS = ("failed", "backlog")
@@ -164,7 +164,7 @@ def compare(
         records = sides.run(side, schedule, stop)
         if number < 2:  # an unknown name should not cost more than a run
             for name, cls in figures:
-                records.summary(bounds).value(name, cls)
+                Summary(records, bounds).value(name, cls)
         return records
 
     with _Sides(target, {"a": a, "b": b}, together, restart) as sides:
@@ -206,7 +206,7 @@ def compare_runs(
     for pair in pairs:
         _check(pair, pairs[0], one_load)
     notes = _invalidating(pairs)
-    summaries = [(pair.a.summary(bounds), pair.b.summary(bounds)) for pair in pairs]
+    summaries = [(Summary(pair.a, bounds), Summary(pair.b, bounds)) for pair in pairs]
     rows = _rows(summaries, metrics, confidence) if pairs else ()
     verdict: Verdict = "invalid" if notes else overall([row.verdict for row in rows])
     return Comparison(verdict, rows, tuple(pairs), confidence, notes=tuple(notes))

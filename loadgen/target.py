@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from loadgen.measure.record import Records
-    from servers.flags.offered_flags import OfferedFlags
     from loadgen.plan.workload import Schedule
+    from servers.flags.offered_flags import OfferedFlags
 
 CLIENT_KILLED = "client_killed"
 ENVIRONMENTAL = frozenset(

@@ -188,8 +188,8 @@ def optimize(
 
       vtune optimize --study optimize-20260101-120000
     """
-    from tuner.study.budget import parse_seconds
     from tuner.command import Options, run
+    from tuner.study.budget import parse_seconds
 
     times = {}
     for option, text in (("--budget", budget), ("--run-time", run_time), ("--start-timeout", start_timeout)):

@@ -17,31 +17,32 @@ import optuna
 from rich.console import Console
 
 from loadgen.plan.arrivals import ArrivalError
-from servers.flags.command import FlagError, ServerCommand, parse_command
-from servers.slo.bounds import SloError
-from loadgen.targets.simulated import PREFIX, gpu_defaults
 from loadgen.plan.workload import PRESETS as WORKLOADS
 from loadgen.plan.workload import WorkloadError
 from loadgen.plan.workload_file import is_file, read_workload
-from tuner.output.display import Terminal, make_observer
-from tuner.runs.interrupts import Interrupts
+from loadgen.targets.simulated import PREFIX, gpu_defaults
+from servers.flags.command import ServerCommand, parse_command
+from servers.flags.words import FlagError
+from servers.slo.bounds import SloError
+from servers.slo.objective import Slo, parse_slo
 from tuner.job.job import DEFAULT_BUDGET, DEFAULT_RUN_SECONDS, DEFAULT_SIMULATED_BUDGET, Job, JobError
-from tuner.study.optimize import Optimizer
 from tuner.job.options import Replay
+from tuner.output.display import Terminal, make_observer
 from tuner.output.folder import OutputError, locked
-from tuner.study.regression import PreviousError, Recommendation, read_previous
 from tuner.report.reproduce import vary_words
+from tuner.report.study_result import Verdict, come_to_verdict, conclude
+from tuner.runs.interrupts import Interrupts
 from tuner.runs.replay import ReplayLoad, digest, read_replay
 from tuner.search.from_doctor import FindingsError, read_findings
 from tuner.search.prior import PriorError, make_simulator
 from tuner.search.strategies import AUTO, STRATEGIES
-from servers.slo.objective import Slo, parse_slo
 from tuner.space.file import SpaceFile, read_space_file
 from tuner.space.knobs import ENGINES
 from tuner.space.space import SPECULATION, SpaceError, Surroundings, build_space, effective
+from tuner.study.optimize import Optimizer
+from tuner.study.regression import PreviousError, Recommendation, read_previous
 from tuner.study.target import TargetError, check_offered, check_target, make_target, started_as
 from tuner.study.trial import Bench, SetupFailed
-from tuner.report.study_result import Verdict, come_to_verdict, conclude
 from tuner.workers.coordination import join
 from tuner.workers.local_workers import WorkersError, local_workers, shares
 from tuner.workers.machine import others, visible_devices

@@ -1,6 +1,6 @@
 """Figures that articles about tuning vLLM give, each tried: claimed beside found.
 
-    .venv/bin/python -m benchmarks.doctor.claims [--only WORD] [--markdown]
+    python -m benchmarks.doctor.claims [--only WORD] [--markdown]
 
 Every set-up is as near to the article's as it gives away. What is not said (rates, lengths, the card) is
 chosen and stated. All of it is simulated: the real scheduler and block pool on a virtual clock, with step

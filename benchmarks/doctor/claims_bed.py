@@ -12,11 +12,11 @@ from typing import Any
 
 from benchmarks.engine.shapes import shape
 from engine.sim.server import Simulation
-from loadgen.plan.arrivals import Arrival, ClosedLoop, Constant, Poisson
 from loadgen.measure.record import Records
 from loadgen.measure.stats import Summary
-from loadgen.targets.simulated import SimulatedTarget
+from loadgen.plan.arrivals import Arrival, ClosedLoop, Constant, Poisson
 from loadgen.plan.workload import Length, PlannedRequest, RequestClass, Schedule, Workload, schedule_hash
+from loadgen.targets.simulated import SimulatedTarget
 
 Flags = Mapping[str, Any]
 REQUESTS = 1500
@@ -94,7 +94,7 @@ class Run:
 
     @cached_property
     def summary(self) -> Summary:
-        return self.records.summary()
+        return Summary(self.records)
 
     def ms(self, metric: str, cls: str | None = None) -> float:
         """A latency in milliseconds."""

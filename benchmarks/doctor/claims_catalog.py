@@ -17,8 +17,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import SamplingParams
 from engine.sim.simulate import ModelSize, SimulatedRunner, TimedRequest, VirtualClock, drive, own_prompt
-from engine.step import StepOutput, StepPlan
 from engine.sim.step_times import StepTimes
+from engine.step import StepOutput, StepPlan
 
 BUSY = 0.9
 """Share of the lower of two capacities at which latencies are compared: queues form, and do not grow."""

@@ -1,7 +1,7 @@
 """From the proofs of ``vtune playbook run --all --out DIR`` to what the doctor and the docs say of cures.
 
-    .venv/bin/python -m benchmarks.doctor.cures DIR…     write verified.json and the table of the docs
-    .venv/bin/python -m benchmarks.doctor.cures          write the table anew from verified.json
+    python -m benchmarks.doctor.cures DIR…     write verified.json and the table of the docs
+    python -m benchmarks.doctor.cures          write the table anew from verified.json
 
 Nothing is measured here. ``verified.json`` is where the doctor takes the standing of each prescription from.
 """
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from doctor.diagnosis.playbook import Playbook, Remedy, load_all
+from doctor.diagnosis.verification_status import FILE, NOT_VERIFIED, SCHEMA, fingerprint
 from doctor.proof.result import SCHEMA as PROOF
 from doctor.proof.result import label
-from doctor.diagnosis.verification_status import FILE, NOT_VERIFIED, SCHEMA, fingerprint
-from loadgen.measure.record import write_atomically
+from servers.files import write_atomically
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "cures.md"
 VERIFIED = ROOT / "playbooks" / FILE
 KEPT = (

@@ -1,7 +1,7 @@
 """Faults to inject, and healthy servers to leave alone: one live set-up each, and three simulated ones.
 
-A set-up is written as ``reproduce:`` in a playbook is (``doctor/diagnosis/experiment.py``). Live ones are sized for the
-bundled model on two CPU cores, simulated ones for an 8B model on an H100.
+A set-up is written as ``reproduce:`` in a playbook is (``doctor/diagnosis/experiment.py``). Live ones
+are sized for the bundled model on two CPU cores, simulated ones for an 8B model on an H100.
 """
 
 from __future__ import annotations

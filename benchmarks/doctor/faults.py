@@ -1,8 +1,8 @@
 """Fault injection: does the doctor find what was done to a server, with a real Prometheus in between?
 
-    .venv/bin/python -m benchmarks.doctor.faults live --out DIR [--seconds 80] [--budget 600]
-    .venv/bin/python -m benchmarks.doctor.faults simulated --out DIR [--quick]
-    .venv/bin/python -m benchmarks.doctor.faults report --out DIR
+    python -m benchmarks.doctor.faults live --out DIR [--seconds 80] [--budget 600]
+    python -m benchmarks.doctor.faults simulated --out DIR [--quick]
+    python -m benchmarks.doctor.faults report --out DIR
 
 ``live`` starts the bundled engine with every fault, and healthy controls, under load while a Prometheus
 scrapes it every 15 s; it keeps one file a case in DIR, leaves out cases that have theirs, and stops before
@@ -29,12 +29,12 @@ from benchmarks.doctor.fault_catalog import CONTROLS, FAULTS, HEALTHY, Fault, Se
 from benchmarks.doctor.prometheus import await_first_scrape, load_recordings, prometheus
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from doctor.diagnosis.experiment import BUNDLED, Side
-from doctor.proof.experiment_load import schedule
-from doctor.proof.experiment_target import Stage, opened
-from servers.metrics.exposition import record
 from doctor.diagnosis.finding import Finding
 from doctor.metrics.sources import PrometheusSource, Scrapes
+from doctor.proof.experiment_load import schedule
+from doctor.proof.experiment_target import Stage, opened
 from loadgen.measure.record import Records
+from servers.metrics.exposition import record
 
 EVERY_S = 15
 CASES = (*FAULTS, *CONTROLS)

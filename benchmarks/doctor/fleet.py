@@ -1,6 +1,6 @@
 """How long a diagnosis of a whole fleet takes, from a live Prometheus.
 
-    .venv/bin/python -m benchmarks.doctor.fleet [--engines 100] [--every 15] [--rounds 5]
+    python -m benchmarks.doctor.fleet [--engines 100] [--every 15] [--rounds 5]
 
 The scrapes of servers that run in virtual time, most of them healthy and some with a sequence cap, are given
 out to as many instances as asked for, and loaded into a Prometheus with ``promtool``. Printed are the queries
@@ -23,9 +23,9 @@ from benchmarks.doctor.loads import each
 from benchmarks.doctor.prometheus import load_recordings, prometheus
 from benchmarks.loadgen.virtual_server import VirtualServer
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
-from servers.metrics.exposition import Recording, record
 from doctor.metrics.live import Ask
 from doctor.metrics.sources import PrometheusSource
+from servers.metrics.exposition import Recording, record
 
 WINDOW_S = 300.0
 

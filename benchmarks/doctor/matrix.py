@@ -1,6 +1,6 @@
 """Is the doctor right? Its findings, and two peers' verdicts, on recordings whose cause is known.
 
-    .venv/bin/python -m benchmarks.doctor.matrix [--recordings FOLDER] [--every N] [--quick] [--all]
+    python -m benchmarks.doctor.matrix [--recordings FOLDER] [--every N] [--quick] [--all]
 
 ``--recordings`` is a folder of recordings of a real server: each in a folder of its own with
 ``series.prom.gz`` and a ``meta.json`` that has its command (``server_cmd``). Beside them stand the loads of
@@ -22,9 +22,9 @@ from typing import Any
 from benchmarks.doctor.loads import CASES, HEALTHY, recorded
 from benchmarks.peers.peer_rules import PEERS, Figures, Peer
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
-from servers.metrics.exposition import read_series_text, record, split_scrapes
 from doctor.metrics.sources import Scrapes
 from servers.flags.command import parse_command
+from servers.metrics.exposition import read_series_text, record, split_scrapes
 
 TRUTH: Mapping[str, str] = {
     "healthy-steady": HEALTHY,

@@ -1,6 +1,6 @@
 """What planning a step while the one before it computes is worth, for short steps and long ones.
 
-    .venv/bin/python -m benchmarks.engine.async_scheduling [--quick] [--real]
+    python -m benchmarks.engine.async_scheduling [--quick] [--real]
 
 The host's time is measured: scheduler, books and metrics of this engine on this machine, in steady decoding
 and in steps of one prompt, with and without async scheduling. The device's is a roofline estimate of an H100,
@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 from benchmarks.engine.baselines import LLAMA_1B, LLAMA_8B, bundled_config
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.sim.devices import H100_SXM, roofline
 from engine.models.model_config import ModelConfig
 from engine.request import SamplingParams
 from engine.scheduling.scheduler import UnifiedScheduler
+from engine.sim.devices import H100_SXM, roofline
 from engine.sim.simulate import (
     ModelSize,
     SimulatedRunner,

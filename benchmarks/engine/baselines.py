@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine.shapes import SHAPES
-from engine.models.bundled import fetch_bundled
-from engine.sim.calibrate import calibrate
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
-from engine.sim.devices import H100_SXM, roofline
-from engine.models.model_config import ModelConfig, load_model_config
+from engine.models.bundled import fetch_bundled
+from engine.models.checkpoint import load_model_config
+from engine.models.model_config import ModelConfig
 from engine.request import Request, SamplingParams
+from engine.sim.calibrate import calibrate
+from engine.sim.devices import H100_SXM, roofline
 from engine.sim.simulate import Clock, ModelSize, SimulatedRunner, VirtualClock, WallClock
 from engine.sim.step_times import StepTimes
 

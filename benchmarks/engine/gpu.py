@@ -1,7 +1,7 @@
 """The GPU path on the GPU at hand, in a few minutes: is it right, how near the roofline, how many tokens/s.
 
-    .venv/bin/python -m benchmarks.engine.gpu [--part correctness|attention|engine] [--json FILE]
-    .venv/bin/python -m benchmarks.engine.gpu --dry-run     the same code on the CPU, tiny, in Triton's interpreter
+    python -m benchmarks.engine.gpu [--part correctness|attention|engine] [--json FILE]
+    python -m benchmarks.engine.gpu --dry-run     the same code on the CPU, tiny, in Triton's interpreter
 
 1. Every Triton kernel in bf16 and fp16 against its fp32 reference.
 2. Attention over the block table: prefill in FLOP/s, decode in bytes/s, as a fraction of the card's public

@@ -1,8 +1,8 @@
 """What the Triton kernels compile to, without a GPU: registers, spills, shared memory, matrix instructions.
 
-    .venv/bin/python -m benchmarks.engine.kernel_manifest            compile everything and compare with the manifest
-    .venv/bin/python -m benchmarks.engine.kernel_manifest --write    and write it anew (some minutes)
-    .venv/bin/python -m benchmarks.engine.kernel_manifest --only "llama" --target sm_90
+    python -m benchmarks.engine.kernel_manifest            compile everything and compare with the manifest
+    python -m benchmarks.engine.kernel_manifest --write    and write it anew (some minutes)
+    python -m benchmarks.engine.kernel_manifest --only "llama" --target sm_90
 
 Kernels are compiled for exactly what they are launched with: launches run on small tensors of the CPU, with
 Triton's launcher replaced by one that writes down its arguments. Targets: sm_80 (A100), sm_90 (H100, H200),
@@ -31,8 +31,8 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from engine.kernels.base import AttentionShape
 from engine.kernels.cpu import Paged, TorchCache
-from engine.kv.kv_format import KV_FORMATS
 from engine.kernels.triton import activation, attention, norm, rejection, rope, sampling
+from engine.kv.kv_format import KV_FORMATS
 
 MANIFEST = Path(__file__).with_suffix(".json")
 TARGETS = {

@@ -1,6 +1,6 @@
 """What storing keys and values in a byte a number costs and brings: exactness, room, speed.
 
-    .venv/bin/python -m benchmarks.engine.kv_formats [--quick] [--text FILE] [--model DIR]
+    python -m benchmarks.engine.kv_formats [--quick] [--text FILE] [--model DIR]
 
 perplexity   of a text (README.md and ARCHITECTURE.md of the checkout, 4,096 tokens in windows of 1,024),
              teacher-forced in chunks of 64 tokens, which see what came before through the cache
@@ -22,14 +22,14 @@ from typing import get_args
 import torch
 
 from benchmarks.engine.teacher_forced import TeacherForced
-from engine.models.bundled import fetch_bundled
 from engine.config import KVCacheDtype
 from engine.llm import LLM
-from engine.request import SamplingParams
+from engine.models.bundled import fetch_bundled
 from engine.models.tokenizer import Tokenizer
+from engine.request import SamplingParams
 
 FORMATS = tuple(name for name in get_args(KVCacheDtype) if name not in ("bfloat16", "fp8"))
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WINDOW = 1024
 
 

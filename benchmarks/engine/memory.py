@@ -1,6 +1,6 @@
 """Memory of the engine process beside weights and KV cache, fresh and after a load that fills the cache.
 
-    .venv/bin/python -m benchmarks.engine.memory [--quick]
+    python -m benchmarks.engine.memory [--quick]
 
 A real server with the bundled model. KV memory becomes resident as it is written: a fresh server has none of
 it, so nothing is subtracted for it; after the load all of it is. Bar: at most 700 MB more.

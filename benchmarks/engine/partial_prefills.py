@@ -1,6 +1,6 @@
 """Short prompts behind long ones: what concurrent partial prefills do for both.
 
-    .venv/bin/python -m benchmarks.engine.partial_prefills [--quick] [--real] [--times bundled|h100|FILE]
+    python -m benchmarks.engine.partial_prefills [--quick] [--real] [--times bundled|h100|FILE]
 
 Now and then four long prompts arrive together, and short ones all the time. By default a step may leave any
 number of prompts half-way, and the first in line takes all of the budget that decoding leaves: whoever comes

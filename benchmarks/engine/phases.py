@@ -1,6 +1,6 @@
 """Static batching, prefill and decode in turn, and one token budget: one workload on all three schedulers.
 
-    .venv/bin/python -m benchmarks.engine.phases [--quick] [--real] [--times bundled|h100|FILE] [--part PART...]
+    python -m benchmarks.engine.phases [--quick] [--real] [--times bundled|h100|FILE] [--part PART...]
 
 Simulated by default: the real schedulers on a virtual clock, with step times that are measured on the
 bundled engine first (10 s), those of a file, or a roofline estimate of an 8B model on an H100. ``--real``
@@ -20,9 +20,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from benchmarks.engine.baselines import Setting, add_options, make_setting
+from engine.baselines.occupancy import Occupancy
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.baselines.occupancy import Occupancy
 from engine.request import SamplingParams
 from engine.sim.simulate import (
     ModelSize,
@@ -33,8 +33,8 @@ from engine.sim.simulate import (
     drive,
     own_prompt,
 )
-from engine.step import StepOutput, StepPlan
 from engine.sim.step_times import StepTimes
+from engine.step import StepOutput, StepPlan
 
 PHASES = ("static", "two-track", "unified")
 PARTS = ("picture", "online", "offline", "memory")

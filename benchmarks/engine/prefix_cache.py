@@ -1,6 +1,6 @@
 """What a prefix-cache hit saves: TTFT of prompts whose beginning was computed before, against new ones.
 
-    .venv/bin/python -m benchmarks.engine.prefix_cache [--rounds 9] [--prefix 1000 ...] [--quick]
+    python -m benchmarks.engine.prefix_cache [--rounds 9] [--prefix 1000 ...] [--quick]
 
 A real server with the bundled model. Each round sends a prompt of a new random prefix and a short tail
 (cold), then one of the same prefix and another tail (hit), so that both see the same machine. Medians are

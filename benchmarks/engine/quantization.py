@@ -1,6 +1,6 @@
 """What int8 linear layers cost in exactness and bring in speed and memory, beside bfloat16.
 
-    .venv/bin/python -m benchmarks.engine.quantization [--quick] [--text FILE] [--model DIR]
+    python -m benchmarks.engine.quantization [--quick] [--text FILE] [--model DIR]
 
 perplexity   of a text (the help on topics of this Python, pydoc_data, windows of 1,024 tokens),
              teacher-forced in chunks of 64 tokens
@@ -22,10 +22,10 @@ from pydoc_data.topics import topics
 import torch
 
 from benchmarks.engine.teacher_forced import TeacherForced
-from engine.models.bundled import fetch_bundled
 from engine.llm import LLM
-from engine.request import SamplingParams
+from engine.models.bundled import fetch_bundled
 from engine.models.tokenizer import Tokenizer
+from engine.request import SamplingParams
 
 WINDOW = 1024
 METHODS = (None, "int8_per_channel")

@@ -39,7 +39,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 16384
 EOS, TOKEN = 2, 7

@@ -27,14 +27,14 @@ from pathlib import Path
 import engine.sim.server
 from benchmarks.engine.shapes import shape
 from engine.core import make_scheduler
-from loadgen.plan.arrivals import Arrival, ClosedLoop, Constant, Poisson
 from loadgen.measure.record import Records
-from loadgen.targets.simulated import SimulatedTarget
+from loadgen.plan.arrivals import Arrival, ClosedLoop, Constant, Poisson
 from loadgen.plan.workload import Length, RequestClass, Schedule, Workload, preset
+from loadgen.targets.simulated import SimulatedTarget
 
 CONTEXT = 32_768
 BUDGET = 8192
-PEER = Path(__file__).with_name("sched_sim_side.py")
+PEER = Path(__file__).parents[1] / "peers" / "sched_sim_side.py"
 HF = shape("8B", CONTEXT, _name_or_path="Llama-3.1-8B")
 MODELLED = """\
 ours       vLLM V1's scheduler, rule for rule: chunked prefill, prefix cache by block hash, preemption,
@@ -109,12 +109,12 @@ def ours(target: SimulatedTarget, case: Case) -> tuple[Timing, Records]:
 
 def singly(target: SimulatedTarget, case: Case) -> tuple[Timing, Records]:
     """:func:`ours`, with a look at each request in each step."""
-    usual = engine.virtual._make_scheduler
-    engine.virtual._make_scheduler = make_scheduler
+    usual = engine.sim.server._make_scheduler
+    engine.sim.server._make_scheduler = make_scheduler
     try:
         return ours(target, case)
     finally:
-        engine.virtual._make_scheduler = usual
+        engine.sim.server._make_scheduler = usual
 
 
 def theirs(python: str, case: Case) -> Timing:

@@ -1,6 +1,6 @@
 """A soak: mixed load with everything that clients do wrong, and whether the server leaks or gets stuck.
 
-    .venv/bin/python -m benchmarks.engine.soak [--minutes 30] [--clients 12] [--seed 0] [--flags "..."]
+    python -m benchmarks.engine.soak [--minutes 30] [--clients 12] [--seed 0] [--flags "..."]
 
 The bundled model under priority scheduling and a small KV cache (so that requests are preempted), for half of
 the time without and half with n-gram speculation. Clients stream, wait, hang up at every stage, ask for
@@ -26,8 +26,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.loadgen.own_server import OwnServer, own_server
 from benchmarks.engine.soak_verdict import MIN_RESTS, Rest, judge
+from benchmarks.loadgen.own_server import OwnServer, own_server
 from servers.flags.command import parse_command
 
 FLAGS = {

@@ -1,6 +1,6 @@
 """What drafts are worth: the formula against the engine, and each method by batch size, on two kinds of text.
 
-    .venv/bin/python -m benchmarks.engine.speculation [--quick] [--eagle DIR] [--draft-model DIR] [--json FILE]
+    python -m benchmarks.engine.speculation [--quick] [--eagle DIR] [--draft-model DIR] [--json FILE]
 
 1. The formula. A proposer that knows the text is right with probability a for each draft, and waits c times a
    plain step for each: tokens a step against E = (1 - a^(k+1)) / (1 - a), and speed against E / (1 + c k).
@@ -9,9 +9,9 @@
    repeats what it has been given (greedy) and for free text (temperature 1). ``pays to`` is the batch size at
    which the ratio, interpolated between those that were measured, falls below 1.
 
-``--eagle`` takes a head of ``python -m engine.training.train_eagle``. Without ``--draft-model`` the served model
-drafts for itself, which shows the machinery (every draft holds) and can never pay. Leave the machine alone
-meanwhile.
+``--eagle`` takes a head of ``python -m engine.training.train_eagle``. Without ``--draft-model`` the served
+model drafts for itself, which shows the machinery (every draft holds) and can never pay. Leave the machine
+alone meanwhile.
 """
 
 from __future__ import annotations

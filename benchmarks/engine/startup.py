@@ -1,6 +1,6 @@
 """What `vtune --help` costs beyond an empty interpreter, and how soon `vtune serve` is ready.
 
-    .venv/bin/python -m benchmarks.engine.startup [--runs 5]
+    python -m benchmarks.engine.startup [--runs 5]
 
 Bars: help within 0.3 s of the empty interpreter; the bundled model (already in the cache) served within 5 s.
 """

@@ -11,9 +11,8 @@ import torch
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
 from engine.kv.kv_format import kv_format
+from engine.models.checkpoint import load_model_config, open_checkpoint
 from engine.models.model import Workspace, attention_shape, layer_rope_tables, load_decoder
-from engine.models.model_config import load_model_config
-from engine.models.weights import open_checkpoint
 
 BLOCK = 16
 

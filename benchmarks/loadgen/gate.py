@@ -22,12 +22,13 @@ from typing import Literal
 
 import numpy as np
 
-from loadgen.plan.arrivals import ClosedLoop
 from loadgen.compare import Comparison, Pair, compare_runs
 from loadgen.measure.record import Records, RequestRecord
+from loadgen.measure.stats import Summary
+from loadgen.plan.arrivals import ClosedLoop
+from loadgen.plan.workload import Length, RequestClass, Schedule, Workload
 from loadgen.target import OpenTarget
 from loadgen.targets.server import ServerTarget
-from loadgen.plan.workload import Length, RequestClass, Schedule, Workload
 
 FLAGS = {
     "max_model_len": 512,
@@ -176,7 +177,7 @@ def _table(label: str, counted: Mapping[str, Counter[str]], count: int) -> None:
 
 def spread(pairs: Sequence[Pair], metric: str) -> float:
     """Standard deviation of the log ratio of a pair."""
-    ratios = [np.log(pair.b.summary().value(metric) / pair.a.summary().value(metric)) for pair in pairs]
+    ratios = [np.log(Summary(pair.b).value(metric) / Summary(pair.a).value(metric)) for pair in pairs]
     return float(np.std(ratios, ddof=1))
 
 

@@ -1,6 +1,6 @@
 """Output speed of the bundled engine beside a real vLLM on the same CPU, same model, same client, in one run.
 
-    .venv/bin/python -m benchmarks.peers.engine_vs_vllm --vllm VENV/bin/vllm [--int8] [--rounds 3] [--json FILE]
+    python -m benchmarks.peers.engine_vs_vllm --vllm VENV/bin/vllm [--int8] [--rounds 3] [--json FILE]
 
 All servers are up and loaded in turn (ABBA), closed loop, random prompts of 256 tokens, 64 tokens out, bf16,
 ignore_eos, prompts never repeated. vLLM runs at its best CPU setting: worker threads on both cores
@@ -21,10 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from engine.models.bundled import fetch_bundled
+from loadgen.measure.stats import Summary
 from loadgen.plan.arrivals import ClosedLoop
+from loadgen.plan.workload import preset
 from loadgen.target import OpenTarget
 from loadgen.targets.server import ServerTarget
-from loadgen.plan.workload import preset
 
 METRICS = ("throughput", "ttft_p50", "tpot_p50", "itl_p99")
 FLAGS = {"max_model_len": 4096}
@@ -77,7 +78,7 @@ def measure(
             num_requests=concurrency * (3 if concurrency > 1 else 6),
         )
         for name in order:
-            summary = servers[name].run(schedule).summary()
+            summary = Summary(servers[name].run(schedule))
             if summary.value("failed"):
                 raise SystemExit(
                     f"{name}: {summary.value('failed'):.0f} requests failed; nothing is reported"

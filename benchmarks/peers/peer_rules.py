@@ -15,12 +15,12 @@ from statistics import median
 
 import numpy as np
 
+from doctor.diagnosis.judged_slo import DEFAULTS
+from doctor.metrics.signals import Node, OverTime, Quantile
+from doctor.metrics.sources import observe_recording
 from servers.metrics.catalog import METRICS
 from servers.metrics.exposition import Recording
 from servers.reading import Number
-from doctor.metrics.signals import Node, OverTime, Quantile
-from doctor.diagnosis.judged_slo import DEFAULTS
-from doctor.metrics.sources import observe_recording
 
 BINS = 8
 

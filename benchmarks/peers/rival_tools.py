@@ -15,11 +15,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from benchmarks.loadgen.mock_llm import MODEL
+from loadgen.measure.record import Records
+from loadgen.measure.stats import Summary
 from loadgen.wire.driver import drive
 from loadgen.wire.http1 import build_request, decode
-from loadgen.measure.record import Records
-from loadgen.wire.sse import events
 from loadgen.wire.messages import Endpoint, Exchange, WirePlan, WireRequest
+from loadgen.wire.sse import events
 
 SECOND = 1_000_000_000
 
@@ -99,14 +100,21 @@ class Vtune(Tool):
 
     def stamps_command(self, url: str, load: Load, folder: Path) -> list[str]:
         """Its client with the raw bytes kept: records have no text, and times relative to their start."""
-        words = [sys.executable, "-m", "benchmarks.peers.rival_tools", url, str(load.requests), str(load.tokens)]
+        words = [
+            sys.executable,
+            "-m",
+            "benchmarks.peers.rival_tools",
+            url,
+            str(load.requests),
+            str(load.tokens),
+        ]
         return [*words, str(folder / "errors.json")]
 
     def stamp_errors(self, folder: Path) -> list[float]:
         return list(json.loads((folder / "errors.json").read_text()))
 
     def p99_ttft(self, folder: Path) -> float:
-        return Records.load(folder / "records.json").summary().value("ttft_p99")
+        return Summary(Records.load(folder / "records.json")).value("ttft_p99")
 
     def loop_cpu(self, folder: Path) -> float:
         return Records.load(folder / "records.json").client.cpu

@@ -1,6 +1,7 @@
 """Our load generator beside others, against one mock server that writes its own clock into every token.
 
-    python -m benchmarks.peers.rivals [--tools vtune,vllm,guidellm,aiperf] [--parts cpu,stamps,rate,arrivals,stall]
+    python -m benchmarks.peers.rivals [--tools vtune,vllm,guidellm,aiperf] \
+        [--parts cpu,stamps,rate,arrivals,stall]
 
 Each tool runs from an environment of its own: ``--vllm``, ``--guidellm`` and ``--aiperf`` name the folders;
 what is missing is left out. ``--tokenizer`` is a folder that the others need to make prompts of a length.
@@ -33,7 +34,7 @@ from scipy import stats
 from benchmarks.loadgen.mock_llm import Mock, mock
 from benchmarks.peers.rival_tools import TOOLS, Load, Tool
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PARTS = ("cpu", "stamps", "rate", "arrivals", "stall")
 STREAMS, TOKEN_RATE = 100, 50
 RATES = (250, 500, 1000, 1500, 2000, 3000, 4000, 5000, 6000, 8000)

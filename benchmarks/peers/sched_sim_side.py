@@ -1,4 +1,4 @@
-"""The other side of benchmarks/engine/simulator.py: run by an interpreter that has sched-sim. Requests on stdin."""
+"""The other side of benchmarks/engine/simulator.py, for an interpreter with sched-sim. Requests on stdin."""
 
 import json
 import sys

@@ -11,9 +11,9 @@ from typing import Any
 from benchmarks.tuner.noise import Draw, Noise, Offsets
 from benchmarks.tuner.tables import Entry, Table
 from servers.slo.bounds import Bound
-from tuner.study.confirmation import Pooled
 from tuner.runs.load import SHORT_SHARE
 from tuner.runs.result import Measurement, Reading
+from tuner.study.confirmation import Pooled
 
 FRESH_RUNS = 8
 """On which a recommendation is judged in the end; those of a confirmation are others."""

@@ -1,6 +1,7 @@
 """What the simulator says of the bundled engine, against what is measured on it: on configs it has not seen.
 
-    python -m benchmarks.tuner.fidelity measure DIR [--quick]    # 12 minutes of a machine that does nothing else
+    python -m benchmarks.tuner.fidelity measure DIR \
+        [--quick]    # 12 minutes of a machine that does nothing else
     python -m benchmarks.tuner.fidelity compare DIR [--again DIR]
 
 ``measure`` learns the step times as ``simulated:bundled`` does, by the engine's step log under a load of its
@@ -31,11 +32,12 @@ from scipy.stats.qmc import Sobol
 
 from engine.sim.step_log import read_step_log, step_line
 from engine.sim.step_times import StepSample, StepTimes
-from loadgen.plan.arrivals import Arrival, ClosedLoop, Poisson
 from loadgen.measure.record import Records
+from loadgen.measure.stats import Summary
+from loadgen.plan.arrivals import Arrival, ClosedLoop, Poisson
+from loadgen.plan.workload import Length, RequestClass, Schedule, Workload
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import SimulatedTarget, fit_steps, measure_steps
-from loadgen.plan.workload import Length, RequestClass, Schedule, Workload
 
 SERVERS = ((256, 16), (2048, 32))
 REPEATED = (512, 8)
@@ -151,7 +153,7 @@ def measure(folder: Path, quick: bool) -> None:
 
 
 def figures(records: Records) -> dict[str, float]:
-    whole = replace(records, window=(0.0, max(r.end for r in records.requests) / 1e9)).summary()
+    whole = Summary(replace(records, window=(0.0, max(r.end for r in records.requests) / 1e9)))
     return {metric: whole.distribution(metric[:-4]).rank(int(metric[-2:]) / 100) * 1e3 for metric in METRICS}
 
 

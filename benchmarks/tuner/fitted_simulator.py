@@ -1,11 +1,11 @@
 """How well a sketch of a server predicts the configs that it was not drawn of.
 
-    .venv/bin/python -m benchmarks.tuner.fitted_simulator [--quick] [--problems chat,measured] [--configs 30]
+    python -m benchmarks.tuner.fitted_simulator [--quick] [--problems chat,measured] [--configs 30]
 
 The truth is a simulated server: by a data sheet, or by step times that were measured on the bundled engine of
 this machine, with their curve, their spread and what HTTP adds. Its baseline is measured, and a sketch drawn
-of that (``tuner/search/fitted_simulator.py``), as ``vtune optimize --prior sketch`` does; then both run the same
-configs, drawn at random, under the load of the baseline. Configs that do not start are left out.
+of that (``tuner/search/fitted_simulator.py``), as ``vtune optimize --prior sketch`` does; then both run
+the same configs, drawn at random, under the load of the baseline. Configs that do not start are left out.
 
 For each figure: Spearman's rank correlation, and the median error, over the configs. ``baseline``: the median
 error of the figures that the sketch was fitted to. ``cpu``: seconds to draw it.
@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from scipy.stats import spearmanr
 
-from benchmarks.tuner.tuner import chosen, print_lines
+from benchmarks.tuner.contest import chosen, print_lines
 from benchmarks.tuner.problems import CPU_AXES, PROBLEMS, SEQS, TOKENS, Problem
 from benchmarks.tuner.sketch_problems import sketch_of
 from benchmarks.tuner.tables import Builder, server_of

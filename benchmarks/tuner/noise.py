@@ -1,7 +1,7 @@
 """Real measurements behind the tuner's benchmark: the noise of repeats, and one small exhaustive table.
 
-    .venv/bin/python -m benchmarks.tuner.noise repeats [--repeats 10] [--seconds 8]
-    .venv/bin/python -m benchmarks.tuner.noise table [--seconds 8]
+    python -m benchmarks.tuner.noise repeats [--repeats 10] [--seconds 8]
+    python -m benchmarks.tuner.noise table [--seconds 8]
 
 Both need an idle machine and write a file to ``benchmarks/baselines``. Each run is a trial's: the two rungs
 of ``tuner.runs.load.Load``, judged by ``tuner.runs.measure``, with the intervals that the search sees.
@@ -25,17 +25,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from loadgen.measure.record import write_atomically
-from servers.slo.bounds import COUNTS
+from loadgen.measure.stats import Summary
+from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, preset
 from loadgen.target import OpenTarget
 from loadgen.targets.server import ServerTarget
-from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, preset
+from servers.files import write_atomically
+from servers.slo.bounds import COUNTS
+from servers.slo.objective import Slo, parse_slo
 from tuner.runs.load import Load, span
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading, without_nan
-from servers.slo.objective import Slo, parse_slo
 
-BASELINES = Path(__file__).parent / "baselines"
+BASELINES = Path(__file__).parents[1] / "baselines"
 REPEATS, TABLE = BASELINES / "tuner_noise.json", BASELINES / "tuner_real.json"
 SCALE = 0.05
 """Of prompt lengths, so that a second holds more than one request on two cores."""
@@ -158,7 +159,7 @@ def rungs(server: OpenTarget, load: Load, slo: Slo) -> tuple[Measurement, Measur
 
 def with_goodput(load: Load, server: OpenTarget) -> Slo:
     """Bounds that about one request in ten misses, so that goodput has something to tell."""
-    summary = Run(server.run(load.confirmation(99)), load.run_seconds).whole.summary()
+    summary = Summary(Run(server.run(load.confirmation(99)), load.run_seconds).whole)
     ttft, itl = (1e3 * summary.distribution(name, None).rank(0.9) for name in ("ttft", "itl"))
     return parse_slo(f"ttft_p95<{ttft:.0f}ms,itl_p99<{itl:.0f}ms,max_stall_mean<60s")
 

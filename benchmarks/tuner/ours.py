@@ -14,20 +14,20 @@ from benchmarks.tuner.bed import Ledger, Mark, World
 from benchmarks.tuner.sketch_problems import running, survey_of
 from benchmarks.tuner.tables import Table
 from loadgen.target import OpenTarget, Target
-from tuner.study.confirmation import Confirmation, judge
-from tuner.study.candidate_confirmation import Finals
 from tuner.runs.interrupts import Interrupts
-from tuner.study.observer import Observer
-from tuner.study.optimize import Optimizer
 from tuner.runs.load import SHORT_SHARE, Traffic
+from tuner.runs.profiling import Survey
 from tuner.runs.result import SERVES, TrialResult
 from tuner.runs.rungs import reason_to_stop
 from tuner.runs.scrape import ServerFigures
-from tuner.runs.profiling import Survey
 from tuner.search.model import ModelStrategy
 from tuner.search.prior import Prediction, Prior
 from tuner.search.study import Proposal
 from tuner.space.space import Config
+from tuner.study.candidate_confirmation import Finals
+from tuner.study.confirmation import Confirmation, judge
+from tuner.study.observer import Observer
+from tuner.study.optimize import Optimizer
 from tuner.study.trial import Bench, Criteria
 
 CONTEXT = 32_768

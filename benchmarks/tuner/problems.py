@@ -14,8 +14,8 @@ from benchmarks.tuner.noise import SCALE, TABLE_AXES, TABLE_SETTING
 from engine.config import GIB
 from engine.sim.devices import DEVICES
 from loadgen.targets.simulated import PREFIX, gpu_defaults
-from tuner.job.job import Job
 from servers.slo.objective import Slo, parse_slo
+from tuner.job.job import Job
 
 TOKENS, SEQS, MEMORY = "max_num_batched_tokens", "max_num_seqs", "gpu_memory_utilization"
 THRESHOLD, DRAFTS = "long_prefill_token_threshold", "num_speculative_tokens"

@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.tuner.noise import TABLE_SETTING
 from benchmarks.tuner.problems import MEASURED, SEQS, Problem
 from benchmarks.tuner.tables import CACHE, Builder, Entry, Table, cached, server_of, table
-from tuner.runs.result import TrialResult
 from tuner.runs.profiling import Survey, time_alone
+from tuner.runs.result import TrialResult
 from tuner.search.fitted_simulator import Sketch, draw
 from tuner.space.start_log import LINES, read_start_log
 

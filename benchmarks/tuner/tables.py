@@ -21,13 +21,13 @@ from typing import Any
 from benchmarks.engine.shapes import SHAPES, shape
 from benchmarks.tuner.noise import TABLE
 from benchmarks.tuner.problems import CPU, MEASURED, THRESHOLD, Key, Problem, runs_out_of_memory
-from engine.step import StepOutput, StepPlan
-from engine.sim.step_times import StepTimes
 from engine.sim.server import SimulatedServer, Simulation
-from loadgen.measure.record import write_atomically
-from servers.slo.bounds import COUNTS, Bound
-from loadgen.targets.simulated import SimulatedTarget
+from engine.sim.step_times import StepTimes
+from engine.step import StepOutput, StepPlan
 from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, preset
+from loadgen.targets.simulated import SimulatedTarget
+from servers.files import write_atomically
+from servers.slo.bounds import COUNTS, Bound
 from tuner.runs.load import Load, span
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading

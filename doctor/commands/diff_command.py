@@ -52,10 +52,10 @@ def diff_command(
     import json
 
     from doctor.diagnosis.diff import as_lines, difference
-    from doctor.diagnosis.playbook import PlaybookError
     from doctor.diagnosis.judged_slo import parse_slo
-    from doctor.metrics.sources import SourceError
-    from servers.flags.command import FlagError
+    from doctor.diagnosis.playbook import PlaybookError
+    from servers.errors import SourceError
+    from servers.flags.words import FlagError
     from servers.slo.bounds import SloError
 
     try:
@@ -103,9 +103,9 @@ def _side(
     log: Path | None,
 ) -> Side:
     from doctor.diagnosis.diff import Side
-    from servers.logs.vllm_log import read_log
     from doctor.metrics.sources import PrometheusSource, SeriesFile, Source
     from servers.flags.command import parse_command
+    from servers.logs.vllm_log import read_log
 
     source: Source
     if prometheus is not None:

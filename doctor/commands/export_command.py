@@ -59,8 +59,8 @@ def export_alerts(wanted: Exported, login: LogIn) -> None:
 
     Example: vtune doctor export alerts --flags "vllm serve m --max-num-seqs 64" > vtune-rules.yml
     """
-    from doctor.export.alerts import alert_rules
     from doctor.diagnosis.playbook import load_all
+    from doctor.export.alerts import alert_rules
 
     typer.echo(alert_rules(load_all(), _compiler(wanted, wanted.inside, login)).text(), nl=False)
 
@@ -74,8 +74,8 @@ def export_dashboard(wanted: Exported, login: LogIn) -> None:
     """
     import json
 
-    from doctor.export.dashboard import INSTANCES, dashboard
     from doctor.diagnosis.playbook import load_all
+    from doctor.export.dashboard import INSTANCES, dashboard
 
     own = ",".join(filter(None, [wanted.inside, INSTANCES]))
     typer.echo(json.dumps(dashboard(load_all(), _compiler(wanted, own, login)), indent=2))
@@ -84,10 +84,11 @@ def export_dashboard(wanted: Exported, login: LogIn) -> None:
 def _compiler(wanted: Exported, selector: str, login: LogIn) -> RuleCompiler:
     """``selector``: what the exported rules select; a Prometheus is looked at with the one asked for."""
     from doctor.export.export import compiler
-    from servers.logs.vllm_log import read_log
     from doctor.metrics.period import seconds
-    from doctor.metrics.sources import SourceError
-    from servers.flags.command import FlagError, parse_command
+    from servers.errors import SourceError
+    from servers.flags.command import parse_command
+    from servers.flags.words import FlagError
+    from servers.logs.vllm_log import read_log
     from servers.slo.bounds import SloError
 
     try:

@@ -61,8 +61,9 @@ def choose_source(
 ) -> Source:
     """The one source that the options name. Raises SourceError."""
     from doctor.metrics.benchmark import BenchmarkResult
-    from servers.logs.vllm_log import LogSource
-    from doctor.metrics.sources import MetricsUrl, PrometheusSource, SeriesFile, SourceError
+    from doctor.metrics.log_source import LogSource
+    from doctor.metrics.sources import MetricsUrl, PrometheusSource, SeriesFile
+    from servers.errors import SourceError
 
     given = [
         name

@@ -106,7 +106,7 @@ def verify_command(
 
 
 def _write(canary: Canary, out: Path) -> None:
-    from loadgen.measure.record import write_atomically
+    from servers.files import write_atomically
 
     try:
         write_atomically(out / "canary.json", [json.dumps(canary.to_json(), indent=2), "\n"])

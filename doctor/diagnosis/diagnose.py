@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from doctor.diagnosis.finding import CannotTell, Diagnosis, Evidence, Finding
-from servers.flags.known_flags import Engine
-from doctor.diagnosis.fleet import fleets
-from servers.log_facts import LogFacts
 from doctor.diagnosis.engine_view import Patient, patients, with_baseline
+from doctor.diagnosis.finding import CannotTell, Diagnosis, Evidence, Finding
+from doctor.diagnosis.fleet import fleets
+from doctor.diagnosis.judged_slo import Slo, parse_slo
 from doctor.diagnosis.playbook import SEVERITIES, Playbook, load_all
 from doctor.diagnosis.prescribe import prescriptions
-from servers.reading import Number
 from doctor.metrics.signals import SIGNALS
-from doctor.diagnosis.judged_slo import Slo, parse_slo
 from doctor.metrics.sources import Source
+from servers.flags.known_flags import Engine
+from servers.log_facts import LogFacts
+from servers.reading import Number
 
 FEW_REQUESTS = 20
 """Below this a P95 is the slowest request."""
@@ -38,9 +38,9 @@ def diagnose(
 ) -> Diagnosis:
     """Judge every playbook on every engine of ``source``.
 
-    ``flags``: the server's current flags as ``servers.flags.command.parse_command`` gives them (an empty mapping:
-    started with defaults; None: not known). ``slo``: as :func:`doctor.diagnosis.judged_slo.parse_slo` reads it. ``assume``:
-    values for :data:`doctor.diagnosis.playbook.ASSUMPTIONS`. ``window``: seconds, None for the source's default.
+    ``flags``: the server's current flags as ``parse_command`` gives them (an empty mapping:
+    started with defaults; None: not known). ``slo``: as :func:`judged_slo.parse_slo` reads it. ``assume``:
+    values for :data:`playbook.ASSUMPTIONS`. ``window``: seconds, None for the source's default.
     ``baseline``: an earlier time to compare with, under ``baseline_flags``.
     Raises SourceError, SloError, PlaybookError.
     """

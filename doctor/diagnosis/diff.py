@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from doctor.diagnosis.diagnose import diagnose
-from doctor.metrics.evaluators import Group
+from doctor.diagnosis.engine_view import Patient, patients
 from doctor.diagnosis.finding import Diagnosis
+from doctor.diagnosis.judged_slo import Slo
+from doctor.diagnosis.quantity import quantity
+from doctor.metrics.evaluators import Group
+from doctor.metrics.signals import SIGNALS
+from doctor.metrics.sources import Observation, Source
 from servers.flags.known_flags import Flag
 from servers.log_facts import LogFacts
-from doctor.diagnosis.engine_view import Patient, patients
 from servers.reading import Number
-from doctor.output.report import quantity
-from doctor.metrics.signals import SIGNALS
-from doctor.diagnosis.judged_slo import Slo
-from doctor.metrics.sources import Observation, Source
 
 SCHEMA = "vtune.doctor-diff/1"
 Kind = Literal["server", "traffic", "cache", "load", "latency"]

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from servers.flags import known_flags as server_flags
+from doctor.diagnosis.judged_slo import Slo
+from doctor.diagnosis.playbook import ASSUMPTIONS, told_by
 from doctor.metrics.evaluators import Group
+from doctor.metrics.signals import SIGNALS
+from doctor.metrics.sources import Observation
+from servers.flags import known_flags as server_flags
 from servers.flags.known_flags import Engine, Flags
 from servers.log_facts import LogFacts
-from doctor.diagnosis.playbook import ASSUMPTIONS, told_by
 from servers.reading import Missing, Number, Reading
-from doctor.metrics.signals import SIGNALS
-from doctor.diagnosis.judged_slo import Slo
-from doctor.metrics.sources import Observation
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from doctor.diagnosis.cost import Toll
-from servers.flags.known_flags import Flag
 from doctor.diagnosis.fleet import Fleet
-from doctor.diagnosis.playbook import SEVERITIES, Severity
-from servers.reading import Missing
 from doctor.diagnosis.judged_slo import Slo
+from doctor.diagnosis.playbook import SEVERITIES, Severity
+from servers.flags.known_flags import Flag
+from servers.reading import Missing
 
 SCHEMA = "vtune.doctor/1"
 NOT_JUDGED = (

@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from doctor.metrics.evaluators import Evaluator, Group
 from doctor.diagnosis.engine_view import Patient
-from servers.reading import Number
+from doctor.metrics.evaluators import Evaluator, Group
 from doctor.metrics.signals import SIGNALS
+from servers.reading import Number
 
 FIGURES = (
     *("request_rate", "generation_rate", "running_mean", "waiting_mean", "kv_max", "preemptions"),

@@ -18,14 +18,14 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal, cast, get_args
 
-from servers import expression
 from doctor.diagnosis.cost import Cost
 from doctor.diagnosis.expectation import parse_expectation
 from doctor.diagnosis.experiment import ExperimentError, Reproduction, read_reproduction
+from doctor.diagnosis.judged_slo import NAMES as SLO_NAMES
+from doctor.metrics.signals import SIGNALS
+from servers import expression
 from servers.expression import All, AnyOf, Clause, Comparison, Expression, ExpressionError, Lookup
 from servers.flags.known_flags import FLAG_NAMES
-from doctor.metrics.signals import SIGNALS
-from doctor.diagnosis.judged_slo import NAMES as SLO_NAMES
 
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)

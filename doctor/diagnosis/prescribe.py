@@ -8,16 +8,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from servers.flags import flag_rules
-from servers.flags import sglang_rules
-from servers.expression import Comparison, Lookup
-from doctor.diagnosis.finding import Prescription
-from servers.flags.known_flags import SWITCHES, Flags
 from doctor.diagnosis.engine_view import Patient
+from doctor.diagnosis.finding import Prescription
 from doctor.diagnosis.playbook import Playbook, Remedy
-from servers.reading import Number, Reading
 from doctor.diagnosis.verification_status import standing
-from servers.flags.command import render
+from servers.expression import Comparison, Lookup
+from servers.flags import flag_rules, sglang_rules
+from servers.flags.known_flags import SWITCHES, Flags
+from servers.flags.words import render
+from servers.reading import Number, Reading
 
 
 def prescriptions(book: Playbook, patient: Patient) -> tuple[Prescription, ...]:
@@ -75,7 +74,9 @@ def _prescription(remedy: Remedy, patient: Patient, condition: str | None) -> Pr
     if wanted is None:
         return None
     refused = [reason for name in wanted if (reason := flags.unavailable(name))]
-    checked = flag_rules.allowed({name: v for name, v in wanted.items() if not flags.unavailable(name)}, flags)
+    checked = flag_rules.allowed(
+        {name: v for name, v in wanted.items() if not flags.unavailable(name)}, flags
+    )
     if checked is None:
         return None
     changes, notes = checked

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from servers.metrics.catalog import ELSEWHERE, METRICS, OPTIONAL
-from doctor.export.compile import RuleCompiler
 from doctor.diagnosis.playbook import Playbook, Remedy
+from doctor.export.compile import RuleCompiler
 from doctor.metrics.promql import duration
+from servers.metrics.catalog import ELSEWHERE, METRICS, OPTIONAL
 
 ABSENT_FOR = "10m"
 

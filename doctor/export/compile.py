@@ -11,12 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from servers.metrics.catalog import METRICS
+from doctor.metrics.promql import GROUP_LABELS, PromQL
+from doctor.metrics.signals import SIGNALS, Node, metrics_of
 from servers.expression import All, Clause, Comparison, Expression
 from servers.flags.known_flags import Flags
-from doctor.metrics.promql import GROUP_LABELS, PromQL
+from servers.metrics.catalog import METRICS
 from servers.reading import Number
-from doctor.metrics.signals import SIGNALS, Node, metrics_of
 
 Value = float | str
 """A constant, or a PromQL vector with one element an engine."""

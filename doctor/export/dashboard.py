@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from doctor.export.compile import RuleCompiler
 from doctor.diagnosis.playbook import Playbook
+from doctor.export.compile import RuleCompiler
 from doctor.metrics.promql import GROUP_LABELS
 from doctor.metrics.signals import SIGNALS
 

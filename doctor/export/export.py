@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from servers.metrics import catalog
-from servers.flags import known_flags as server_flags
-from doctor.export.compile import RuleCompiler
-from servers.log_facts import LogFacts
 from doctor.diagnosis.engine_view import patients
-from doctor.metrics.promql import PromQL
 from doctor.diagnosis.judged_slo import parse_slo
+from doctor.export.compile import RuleCompiler
+from doctor.metrics.promql import PromQL
 from doctor.metrics.sources import Source, subquery_step
+from servers.flags import known_flags as server_flags
+from servers.log_facts import LogFacts
+from servers.metrics import catalog
 
 DEFAULT_WINDOW_S = 300.0
 

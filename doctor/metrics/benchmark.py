@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from doctor.metrics.evaluators import Evaluator, Group, Numbers
-from servers.input_file import read_input
 from doctor.metrics.promql import PromQL
-from servers.reading import Missing, Number, Reading
 from doctor.metrics.signals import Node, Signal
-from doctor.metrics.sources import Observation, Source, SourceError
+from doctor.metrics.sources import Observation, Source
+from servers.errors import SourceError
+from servers.input_file import read_input
+from servers.reading import Missing, Number, Reading
 
 _SECONDS = {
     f"{signal}_{ours}": f"{theirs}_{name}_ms"

@@ -11,13 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from servers.metrics import catalog
-from servers.metrics import range_functions
-from servers.metrics.catalog import METRICS
-from servers.metrics.exposition import Recording, Series
 from doctor.metrics.promql import GROUP_LABELS, PromQL, bucket_bound
-from servers.metrics.range_functions import Times, Values
-from servers.reading import Missing, Number, Reading
 from doctor.metrics.signals import (
     Above,
     AgainstPeers,
@@ -39,6 +33,11 @@ from doctor.metrics.signals import (
     Sum,
     metrics_of,
 )
+from servers.metrics import catalog, range_functions
+from servers.metrics.catalog import METRICS
+from servers.metrics.exposition import Recording, Series
+from servers.metrics.range_functions import Times, Values
+from servers.reading import Missing, Number, Reading
 
 
 class Group(NamedTuple):

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from servers.metrics import catalog
 from doctor.metrics.evaluators import Evaluator, Group, Numbers, group_of
 from doctor.metrics.promql import PromQL, duration
-from servers.reading import Number, Reading
 from doctor.metrics.signals import Node, Quantile, Signal, metrics_of
+from servers.metrics import catalog
+from servers.reading import Number, Reading
 
 Element = Mapping[str, Any]
 """``{"metric": labels, "value": [unix s, text]}``."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from servers.metrics.catalog import METRICS, Metric
 from doctor.metrics.signals import (
     Above,
     AgainstPeers,
@@ -25,6 +24,7 @@ from doctor.metrics.signals import (
     Share,
     Sum,
 )
+from servers.metrics.catalog import METRICS, Metric
 
 GROUP_LABELS = ("instance", "model_name", "engine")
 """One engine. Series that agree in these are added up; more instances are told apart."""

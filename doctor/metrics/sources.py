@@ -13,12 +13,13 @@ from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from doctor.metrics.access import PASSWORD, TOKEN, Access
-from servers.metrics.catalog import family
 from doctor.metrics.evaluators import Evaluator, ScrapeEvaluator, Span
-from servers.metrics.exposition import ExpositionError, Recording, read_series_text, record, split_scrapes
 from doctor.metrics.period import Period
 from doctor.metrics.promql import PromQL
 from loadgen.measure.clock import UnixClock
+from servers.errors import SourceError
+from servers.metrics.catalog import family
+from servers.metrics.exposition import ExpositionError, Recording, read_series_text, record, split_scrapes
 
 TIMEOUT_S = 10.0
 QUERY_TIMEOUT_S = 30.0
@@ -28,10 +29,6 @@ LOG_IN = (
     f"(or set ${TOKEN}, or ${PASSWORD} beside --user)"
 )
 ANYBODY = Access()
-
-
-class SourceError(RuntimeError):
-    """A source that cannot be reached or holds nothing to diagnose. The message says what to do."""
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from doctor.diagnosis.finding import NOT_JUDGED, Diagnosis, Finding
+from doctor.diagnosis.quantity import quantity
 from doctor.output.report import (
     cannot_tell_lines,
     cost_words,
     fleet_lines,
     grouped,
     prescription_lines,
-    quantity,
     verdict,
 )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from doctor.diagnosis.cost import total
 from doctor.diagnosis.finding import NOT_JUDGED, CannotTell, Diagnosis, Evidence, Finding, Prescription
 from doctor.diagnosis.fleet import Fleet
+from doctor.diagnosis.quantity import quantity
 from servers.reading import Missing
 
 _MARK = {"critical": "CRITICAL", "warning": "WARNING", "info": "INFO"}
@@ -25,23 +25,6 @@ def as_text(diagnosis: Diagnosis, *, queries: bool = True) -> str:
     lines += [f"note: {note}" for note in diagnosis.notes]
     lines.append(f"Not judged: {', '.join(NOT_JUDGED)}.")
     return "\n".join(lines) + "\n"
-
-
-def quantity(value: float, unit: str) -> str:
-    """A figure with its unit, to about four digits."""
-    if math.isinf(value):
-        return "infinite"
-    match unit:
-        case "s" if abs(value) < 1:
-            return f"{value * 1000:.4g} ms"
-        case "s/token":
-            return f"{value * 1000:.4g} ms/token"
-        case "share":
-            return f"{value * 100:.4g} %"
-        case "ratio" | "count":
-            return f"{value:.4g}"
-        case _:
-            return f"{value:.4g} {unit}"
 
 
 def _header(diagnosis: Diagnosis) -> list[str]:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 
 from doctor.diagnosis.finding import Diagnosis
+from doctor.metrics.sources import MetricsUrl, Observation, Scrapes, Source
 from doctor.output.report import as_text, verdict
-from doctor.metrics.sources import MetricsUrl, Observation, Scrapes, Source, SourceError
+from servers.errors import SourceError
 
 CLEAR = "\x1b[H\x1b[2J"
 """Cursor home, erase the screen."""

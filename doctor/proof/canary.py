@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from doctor.diagnosis.expectation import parse_expectation
-from doctor.proof.proof_metrics import is_invalid, notes_of, rows_of, verdict_of
-from servers.input_file import read_input
-from doctor.diagnosis.playbook import load_all
-from doctor.proof.result import Row, Verdict, finite, headline, table
 from doctor.diagnosis.judged_slo import parse_slo
+from doctor.diagnosis.playbook import load_all
+from doctor.proof.proof_metrics import is_invalid, notes_of, rows_of, verdict_of
+from doctor.proof.result import Row, Verdict, finite, headline, table
 from loadgen.compare import compare
-from servers.flags.command import ServerCommand, parse_command
+from loadgen.plan.workload import Schedule
 from loadgen.target import Target
 from loadgen.targets.either import EitherTarget
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import PREFIX, SimulatedTarget
-from loadgen.plan.workload import Schedule
+from servers.flags.command import ServerCommand, parse_command
+from servers.input_file import read_input
 
 SCHEMA = "vtune.canary/1"
 _DEFAULT_CONTEXT = 4096

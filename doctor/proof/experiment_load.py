@@ -10,7 +10,14 @@ import numpy as np
 
 from doctor.diagnosis.experiment import Stream
 from loadgen.plan.arrivals import Constant, Poisson
-from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, PlannedRequest, PromptSource, Schedule, schedule_hash, warm
+from loadgen.plan.workload import (
+    DEFAULT_VOCAB_SIZE,
+    PlannedRequest,
+    PromptSource,
+    Schedule,
+    schedule_hash,
+    warm,
+)
 
 STAGGER = 0.02
 """Seconds between the first requests of two clients: a crowd at one instant is a symptom of its own."""

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from doctor.diagnosis.experiment import Experiment, ExperimentError
+from doctor.diagnosis.playbook import Playbook
+from doctor.diagnosis.verification_status import fingerprint
 from doctor.proof.experiment_target import stage_of
 from doctor.proof.proof_metrics import judged, verdict_of
-from doctor.diagnosis.playbook import Playbook
 from doctor.proof.result import SCHEMA, Proof
-from doctor.diagnosis.verification_status import fingerprint
 from doctor.proof.verify import Terms, engine_version, promised, prove
 from loadgen.measure import typed
-from loadgen.measure.record import write_atomically
 from loadgen.target import TargetFailed
+from servers.files import write_atomically
 
 
 @dataclass(frozen=True)

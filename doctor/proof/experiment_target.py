@@ -20,8 +20,8 @@ from loadgen.targets.simulated import SimulatedTarget, gpu_defaults
 
 if TYPE_CHECKING:
     from loadgen.measure.record import Records
-    from loadgen.sim.routing import Policy
     from loadgen.plan.workload import Schedule
+    from loadgen.sim.routing import Policy
 
 BUNDLED_SHAPE = "135m"
 _SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(\{)?", re.MULTILINE)

@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 
 from doctor.diagnosis.expectation import Change, change, judge, parse_expectation
-from doctor.proof.result import Row, Verdict
-from servers.reading import Number
 from doctor.metrics.signals import SIGNALS
-from doctor.metrics.sources import Scrapes, SourceError
+from doctor.metrics.sources import Scrapes
+from doctor.proof.result import Row, Verdict
 from loadgen.compare import Comparison, Pair, split_metric
 from loadgen.measure.record import Records
-from loadgen.measure.stats import METRICS, RATES
+from loadgen.measure.stats import METRICS, RATES, Summary
+from servers.errors import SourceError
+from servers.reading import Number
 
 CLIENT_NAMES: Mapping[str, str] = {"generation_rate": "throughput"}
 """Signals of the server that a client measures better, by the client's name for it."""
@@ -43,7 +44,7 @@ def value(records: Records, figure: str, slo: Mapping[str, float]) -> float:
     """Of one run: the client's figure where it has one, else the server's signal. Raises KeyError."""
     name, cls = split_metric(_client_name(figure))
     metric, _, suffix = name.rpartition("_")
-    summary = records.summary()
+    summary = Summary(records)
     if name in RATES or (metric in METRICS and suffix == "mean"):
         return summary.value(name, cls)
     if metric in METRICS:  # however few samples: the run is the unit, and both sides have as many

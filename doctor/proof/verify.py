@@ -9,20 +9,20 @@ from typing import Any
 
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.experiment import Experiment, ExperimentError, Side
+from doctor.diagnosis.finding import Diagnosis, Finding, Prescription
+from doctor.diagnosis.judged_slo import parse_slo
+from doctor.diagnosis.playbook import Playbook
+from doctor.diagnosis.quantity import quantity
+from doctor.diagnosis.verification_status import fingerprint
+from doctor.metrics.sources import Scrapes
 from doctor.proof.experiment_load import describe, schedule
 from doctor.proof.experiment_target import Stage, opened
 from doctor.proof.proof_metrics import is_invalid, notes_of, rows_of, verdict_of
-from doctor.diagnosis.finding import Diagnosis, Finding, Prescription
-from doctor.diagnosis.playbook import Playbook
 from doctor.proof.result import Proof, Symptom
-from doctor.output.report import quantity
-from doctor.diagnosis.judged_slo import parse_slo
-from doctor.metrics.sources import Scrapes
-from doctor.diagnosis.verification_status import fingerprint
 from loadgen.compare import Comparison, compare
-from servers.flags.command import render
 from loadgen.measure.record import Records
 from loadgen.plan.workload import Schedule
+from servers.flags.words import render
 
 _SYMPTOM_SEED = 0
 Tell = Callable[[str], None]

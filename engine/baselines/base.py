@@ -9,8 +9,8 @@ from engine.config import EngineConfig
 from engine.kv.kv_cache import KVCacheManager
 from engine.request import Request, RequestStatus
 from engine.scheduling.scheduler_base import Roster
-from engine.step import AdmissionStop, RequestOutput, Rows, StepOutput, StepPlan, StepResult
 from engine.scheduling.waiting import FCFSQueue
+from engine.step import AdmissionStop, RequestOutput, Rows, StepOutput, StepPlan, StepResult
 
 
 class LabScheduler(Roster, ABC):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.config import EngineConfig
 from engine.baselines.base import LabScheduler
+from engine.config import EngineConfig
 from engine.request import Request, RequestStatus
 from engine.step import AdmissionStop, Rows, StepPlan
 

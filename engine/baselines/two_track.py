@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.config import EngineConfig
 from engine.baselines.base import LabScheduler
+from engine.config import EngineConfig
 from engine.request import Request, RequestStatus
 from engine.step import AdmissionStop, Rows, StepPlan
 

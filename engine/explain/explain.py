@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from engine.baselines.two_track import TwoTrackScheduler
 from engine.core import Scheduler, make_scheduler
 from engine.explain.explain_input import MAX_STEPS, Arrival, ExplainError, Setup
-from engine.baselines.two_track import TwoTrackScheduler
 from engine.request import Request, SamplingParams
 from engine.scheduling.scheduler import UnifiedScheduler
 from engine.step import AdmissionStop, OneEach, ScheduledRequest, StepOutput, StepPlan, StepResult

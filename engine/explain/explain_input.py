@@ -129,7 +129,7 @@ def read_config(raw: object) -> Setup:
     except ConfigError as error:
         raise ExplainError(f"config: {error}") from None
     if drafts and engine.scheduler != "unified":
-        raise ExplainError(f"config: the {engine.scheduling.scheduler} scheduler has no num_speculative_tokens")
+        raise ExplainError(f"config: the {engine.scheduler} scheduler has no num_speculative_tokens")
     if drafts:
         model = "draft" if method in MODEL_METHODS else None  # never loaded
         speculative = SpeculativeConfig(method=method, num_speculative_tokens=drafts, model=model)

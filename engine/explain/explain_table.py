@@ -47,7 +47,7 @@ def describe_setup(setup: Setup) -> str:
         parts.append(f"up to {engine.num_speculative_tokens} drafts a request")
     legend = LEGEND
     if engine.scheduler != "unified":
-        parts.insert(0, f"{engine.scheduling.scheduler} scheduler")
+        parts.insert(0, f"{engine.scheduler} scheduler")
         legend += ", x padding"
     if engine.preemption_mode == "swap":
         parts.append(f"swaps to {setup.num_host_blocks} host blocks")

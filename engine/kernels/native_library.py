@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from engine.models.bundled import FetchError, cache_dir, locked
+from engine.cache import FetchError, cache_dir, locked
 
 logger = logging.getLogger("vtune.kernels")
 

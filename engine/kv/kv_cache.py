@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from struct import Struct
 
-from engine.kv.blocks import BlockPool
 from engine.config import GIB, ConfigError, EngineConfig
+from engine.kv.blocks import BlockPool
 from engine.request import Hasher, Request
 
 MIB = 1 << 20

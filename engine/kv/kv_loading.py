@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 from engine.kv.kv_cache import KVCacheManager
 from engine.kv.kv_transfer import KVConnector, KVLoad, KVTransfers
-from engine.request import Request
-from engine.scheduling.waiting import Gate
+from engine.request import Gate, Request
 
 
 class KVLoading:

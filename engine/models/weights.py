@@ -1,27 +1,18 @@
-"""Checkpoints: a model's config and tensors, from safetensors, from GGUF, or random for a given config."""
+"""Where a model is, and what a Hugging Face directory of it holds."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from engine.models.gguf_checkpoint import GgufCheckpoint
 from engine.models.model_error import ModelError
 
 if TYPE_CHECKING:
     import torch
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-class Checkpoint(Protocol):
-    """A model on disk: its HF config, and its tensors by HF name (each given once, in any order)."""
-
-    config: dict[str, Any]
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 def resolve_model(name: str, progress: Callable[[str], None] | None = None) -> Path:
@@ -57,21 +48,6 @@ def _download_from_hub(name: str) -> Path:
             f"model {name!r}: no such directory, and the hub could not deliver it ({reason}). "
             "Give a local directory, a .gguf file, or 'bundled'."
         ) from error
-
-
-def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0) -> Checkpoint:
-    """The checkpoint at ``path`` (a directory, a ``.gguf`` file, or, for "dummy", a ``config.json``)."""
-    if load_format == "auto":
-        load_format = "gguf" if path.suffix == ".gguf" else "safetensors"
-    if load_format == "gguf":
-        if path.is_dir():
-            raise ModelError(f"{path}: --load-format gguf needs the path of a .gguf file")
-        return GgufCheckpoint(path)
-    if load_format == "dummy":
-        return DummyCheckpoint(path, seed)
-    if not path.is_dir():
-        raise ModelError(f"{path}: not a Hugging Face model directory, and not a .gguf file")
-    return SafetensorsCheckpoint(path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -124,26 +100,3 @@ class SafetensorsCheckpoint:
                         yield name, shard.get_tensor(name)
             except SafetensorError as error:
                 raise ModelError(f"{file}: damaged safetensors file ({error})") from None
-
-
-class DummyCheckpoint:
-    """Random weights for a config: normal, deviation 0.02; norms one, biases zero. One seed, one model."""
-
-    def __init__(self, path: Path, seed: int = 0) -> None:
-        self.config = read_json(path / "config.json" if path.is_dir() else path)
-        self._seed = seed
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        import torch
-
-        from engine.models.model_config import ModelConfig
-
-        generator = torch.Generator().manual_seed(self._seed)
-        model = ModelConfig.from_hf(self.config)
-        for name, shape in model.tensor_shapes().items():
-            if name.endswith("norm.weight"):
-                yield name, torch.full(shape, 1.0 - model.norm_offset)
-            elif name.endswith("bias"):
-                yield name, torch.zeros(shape)
-            else:
-                yield name, torch.empty(shape, device="cpu").normal_(0.0, 0.02, generator=generator)

@@ -10,15 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.scheduling.budget import PartialPrefills, StepBudget
 from engine.config import EngineConfig
 from engine.kv.kv_cache import KVCacheManager
 from engine.kv.kv_loading import KVLoading
 from engine.kv.kv_offload import HostOffload
-from engine.request import Request, RequestStatus
-from engine.scheduling.scheduler_base import Roster
+from engine.request import GateError, Request, RequestStatus
 from engine.scheduling.async_plan import settle
-from engine.scheduling.decode_fast_path import append_tokens, drop_ended, land_tokens, plan_decodes, plan_decodes_ahead
+from engine.scheduling.budget import PartialPrefills, StepBudget
+from engine.scheduling.decode_fast_path import (
+    append_tokens,
+    drop_ended,
+    land_tokens,
+    plan_decodes,
+    plan_decodes_ahead,
+)
+from engine.scheduling.scheduler_base import Roster
+from engine.scheduling.waiting import make_queue
 from engine.step import (
     AT_REST,
     PLACEHOLDER_TOKEN_ID,
@@ -32,7 +39,6 @@ from engine.step import (
     StepPlan,
     StepResult,
 )
-from engine.scheduling.waiting import GateError, make_queue
 
 
 @dataclass(slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from engine.config import EngineConfig
 from engine.kv.kv_cache import KVCacheManager
-from engine.request import Request
 from engine.metrics.stats import SchedulerStats
+from engine.request import Request
 from engine.scheduling.waiting import WaitingQueue
 
 

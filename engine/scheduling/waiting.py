@@ -8,30 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Literal
 
-from engine.request import Request, RequestStatus
-
-
-class GateError(Exception):
-    """What a request waits for will never come."""
-
-
-class Gate(ABC):
-    """Something a request needs, beside its turn, before it can run: such as a grammar that is compiled.
-
-    Set ``request.gate`` before the scheduler gets the request. Whenever the request could be admitted, the
-    scheduler asks whether the gate is open; while it is not, the request is set aside, others are admitted,
-    and it is put back in its old place. Once it is open it is forgotten, and the request is like any other.
-    """
-
-    status: RequestStatus
-    """What the request's status is until then."""
-    then: RequestStatus = RequestStatus.WAITING
-    """What it is afterwards."""
-
-    @abstractmethod
-    def ready(self) -> bool:
-        """Whether the gate is open. Returns at once. Raises GateError if it never will be: the request
-        then ends with FINISHED_ERROR."""
+from engine.request import Request
 
 
 class WaitingQueue(ABC):

@@ -27,10 +27,10 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engine.metrics import log
 from engine.config import ConfigError, EngineConfig
-from engine.request import Request, RequestStatus
+from engine.metrics import log
 from engine.metrics.stats import StepStats
+from engine.request import Request, RequestStatus
 from engine.step import Outputs, RequestOutput
 
 if TYPE_CHECKING:
@@ -231,7 +231,7 @@ def _drain(inbox: queue.SimpleQueue[Any], wait: bool) -> Iterator[Any]:
 
 def _explain(error: Exception) -> tuple[bool, str]:
     """Is this the user's to mend, and what to tell them."""
-    from engine.models.bundled import FetchError
+    from engine.cache import FetchError
     from engine.models.model_error import ModelError
 
     if isinstance(error, ConfigError | FetchError | ModelError):

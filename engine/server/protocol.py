@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config import EngineConfig
+from engine.request import SamplingParams
 from engine.server.fields import Fields, RequestError, is_token_id
 from engine.server.structured_params import parse_form
-from engine.request import SamplingParams
 
 Prompt = str | tuple[int, ...]
 MAX_SEQUENCES = 2048

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from engine.metrics.stats import FinishedStats
+from engine.models.tokenizer import Tokenizer
 from engine.server.frontend import Delta
 from engine.server.protocol import Options
-from engine.metrics.stats import FinishedStats
-from engine.step import TokenLogprobs
 from engine.server.text_stream import Piece
-from engine.models.tokenizer import Tokenizer
+from engine.step import TokenLogprobs
 
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"

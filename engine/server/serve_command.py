@@ -211,7 +211,7 @@ def serve(
     swap_space: Annotated[float, _flag("GiB of host memory for --preemption-mode swap.")] = 4,
 ) -> None:
     """Start the server; every parameter but the first eight is the field of EngineConfig of the same name."""
-    from engine.server.server import ServeError, ServerOptions
+    from engine.server.options import ServeError, ServerOptions
     from engine.server.server import serve as run
 
     given = dict(context.params)

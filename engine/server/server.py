@@ -11,46 +11,18 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NoReturn
 
-from engine.metrics import log
-from engine.models.bundled import FetchError
+from engine.cache import FetchError
 from engine.config import EngineConfig
+from engine.metrics import log
 from engine.models.model_error import ModelError
-from engine.server.process import EngineProcess, EngineStartError
 from engine.models.weights import resolve_model
+from engine.server.options import ModelPaths, ServeError, ServerOptions, cannot_listen
+from engine.server.process import EngineProcess, EngineStartError
 
 logger = logging.getLogger("vtune.server")
-
-
-class ServeError(Exception):
-    """The server cannot start. The message says why, and what to do."""
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """What concerns HTTP and not the engine."""
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_keys: tuple[str, ...] = ()
-    access_log: bool = True
-    prompt_tokens_details: bool = False
-    """Usage tells how many tokens of the prompts came out of the prefix cache."""
-    per_request_metrics: bool = False
-    """Answers tell how long the engine took for them."""
-
-
-@dataclass(frozen=True)
-class ModelPaths:
-    """Where the model and its tokenizer are on disk."""
-
-    model: Path
-    tokenizer: Path
-    load_format: str
 
 
 def serve(config: EngineConfig, options: ServerOptions, non_default: Mapping[str, Any]) -> int:
@@ -104,13 +76,6 @@ def _bind(options: ServerOptions) -> socket.socket:
     except (OSError, ValueError, OverflowError) as error:
         raise cannot_listen(options.host, options.port, error) from None
     return listener
-
-
-def cannot_listen(host: str, port: int, error: Exception) -> ServeError:
-    reason = error.strerror if isinstance(error, OSError) else error
-    return ServeError(
-        f"cannot listen on {host}:{port}: {reason}. Choose another --port, or stop the server that has it."
-    )
 
 
 def _leave(signum: int, frame: object) -> NoReturn:

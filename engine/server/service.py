@@ -21,17 +21,18 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from engine.metrics.log import StatLogger
+from engine.metrics.prometheus import PrometheusMetrics
+from engine.models.checkpoint import load_model_config
+from engine.models.model_config import ModelConfig
+from engine.models.tokenizer import Tokenizer
 from engine.server.api import Api
 from engine.server.asgi import build_app
 from engine.server.frontend import Frontend
-from engine.metrics.log import StatLogger
-from engine.metrics.prometheus import PrometheusMetrics
-from engine.models.model_config import ModelConfig, load_model_config
-from engine.server.process import EngineDeadError, EngineInfo, EngineProcess
 from engine.server.header_timeout import PunctualProtocol
+from engine.server.options import ModelPaths, ServerOptions, cannot_listen
+from engine.server.process import EngineDeadError, EngineInfo, EngineProcess
 from engine.server.responses import Tells
-from engine.server.server import ModelPaths, ServerOptions, cannot_listen
-from engine.models.tokenizer import Tokenizer
 
 logger = logging.getLogger("vtune.service")
 DEAD_SECONDS = 5.0

@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from engine.server.fields import Fields, RequestError
 from engine.request import StructuredOutputsParams
+from engine.server.fields import Fields, RequestError
 
 MAX_FORM = 1 << 20
 """Characters of a JSON schema, regex or grammar, and of all choices together."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.request import RequestStatus, SamplingParams
-from engine.step import RequestOutput, TokenLogprobs
-from engine.server.stop_strings import StopMatcher
 from engine.models.tokenizer import IncrementalDetokenizer, Tokenizer
+from engine.request import RequestStatus, SamplingParams
+from engine.server.stop_strings import StopMatcher
+from engine.step import RequestOutput, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from engine.config import EngineConfig
 from engine.core import EngineCore, Runner
 from engine.request import Request, SamplingParams
-from engine.step import StepPlan
 from engine.sim.step_log import RecordingRunner
 from engine.sim.step_times import StepSample, StepTimes, fit_step_times
+from engine.step import StepPlan
 
 TOKEN_IDS = range(100, 1100)
 """What prompts are made of: ids that every vocabulary of a real model has."""

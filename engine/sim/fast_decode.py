@@ -103,7 +103,10 @@ class Cohort:
             self._settle(member)
 
     def _book_blocks(self) -> None:
-        """As :func:`engine.scheduling.decode_fast_path.plan_decodes` does. The caller has checked that enough are free."""
+        """As :func:`engine.scheduling.decode_fast_path.plan_decodes` does.
+
+        The caller has checked that enough blocks are free.
+        """
         size = self._kv.block_size
         if entering := self._phases[self._step % size]:
             self._kv.take_one_each([member.request for member in entering.values()])

@@ -13,16 +13,16 @@ from typing import Any
 
 from engine.config import GIB, ConfigError, EngineConfig, SpeculativeConfig
 from engine.core import EngineCore, Scheduler, make_scheduler
-from engine.sim.fast_decode import CruisingScheduler
-from engine.sim.devices import Device, Sizes, kv_bytes_per_token, layer_parameters, roofline
 from engine.metrics.exposition import Exposition
 from engine.metrics.prometheus import PrometheusMetrics
+from engine.metrics.stats import FinishedStats
 from engine.models.model_config import ModelConfig
 from engine.request import RequestStatus
+from engine.sim.devices import Device, Sizes, kv_bytes_per_token, layer_parameters, roofline
+from engine.sim.fast_decode import CruisingScheduler
 from engine.sim.simulate import TOKEN_ID, ModelSize, SimulatedRunner, TimedRequest, VirtualClock
-from engine.metrics.stats import FinishedStats
-from engine.step import Outputs
 from engine.sim.step_times import StepLoad, StepTimes
+from engine.step import Outputs
 
 RESERVED = GIB
 """Of a GPU's memory, for its context, communicators and captured graphs; an assumption."""

@@ -1,8 +1,8 @@
 """Any workload in virtual time: the real scheduler and the real loop, over a runner that computes nothing.
 
 ``EngineCore(config, runner=SimulatedRunner(...), clock=clock)`` is an engine like any other, but its steps
-take the seconds that :class:`~engine.sim.step_times.StepTimes` say, on a :class:`VirtualClock` that nobody waits
-for.
+take the seconds that :class:`~engine.sim.step_times.StepTimes` say, on a :class:`VirtualClock` that nobody
+waits for.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Protocol
 from engine.core import EngineCore
 from engine.models.model_config import ModelConfig
 from engine.request import Request, SamplingParams
-from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, Outputs, StepOutput, StepPlan, StepResult
 from engine.sim.step_times import StepLoad, StepTimes, draw
+from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, Outputs, StepOutput, StepPlan, StepResult
 
 TOKEN_ID = 0
 """What every request emits, but for its end."""

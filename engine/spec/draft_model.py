@@ -10,14 +10,14 @@ import torch
 from engine.config import EngineConfig
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
+from engine.models.checkpoint import load_model_config, open_checkpoint
 from engine.models.model import Decoder, TensorError, attention_shape, layer_rope_tables, load_decoder
-from engine.models.model_config import load_model_config
 from engine.models.model_error import ModelError
+from engine.models.weights import resolve_model
 from engine.request import Request
 from engine.spec.network import NetworkProposer, Span
 from engine.spec.proposer import TargetStep
 from engine.step import ScheduledRequest
-from engine.models.weights import open_checkpoint, resolve_model
 
 
 @dataclass(slots=True)

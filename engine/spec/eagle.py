@@ -20,9 +20,9 @@ from engine.kernels.base import Batch, Linear
 from engine.models.model import Decoder, attention_shape, layer_rope_tables, load_layer
 from engine.models.model_config import ModelConfig
 from engine.models.model_error import ModelError
+from engine.models.weights import SafetensorsCheckpoint, resolve_model
 from engine.spec.network import NetworkProposer, Span
 from engine.spec.proposer import TargetStep
-from engine.models.weights import SafetensorsCheckpoint, resolve_model
 
 ARCHITECTURES = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 SHARED = ("embed_tokens.weight", "lm_head.weight")

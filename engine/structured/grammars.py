@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.config import EngineConfig
-from engine.models.model_config import load_model_config
+from engine.models.checkpoint import load_model_config
 from engine.models.model_error import ModelError
-from engine.request import Request, RequestStatus, StructuredOutputsParams
 from engine.models.tokenizer import Tokenizer
-from engine.scheduling.waiting import Gate, GateError
 from engine.models.weights import resolve_model
+from engine.request import Gate, GateError, Request, RequestStatus, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

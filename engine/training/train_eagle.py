@@ -1,6 +1,7 @@
 """Train an EAGLE head for a model, on text that the engine generates with it.
 
-    python -m engine.training.train_eagle --out DIR [--model bundled] [--sequences 320] [--tokens 96] [--epochs 4]
+    python -m engine.training.train_eagle --out DIR [--model bundled] [--sequences 320] \
+        [--tokens 96] [--epochs 4]
 
 Minutes on a CPU for the bundled model. The hidden states are those that the engine computes as it generates:
 a proposer that only looks on keeps them. The loss is EAGLE's: smooth L1 on the next hidden state, and cross
@@ -31,17 +32,18 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from engine.models.bundled import FetchError
+from engine.cache import FetchError
 from engine.config import ConfigError, EngineConfig
 from engine.llm import LLM
+from engine.models.checkpoint import open_checkpoint
 from engine.models.model import Decoder, layer_rope_tables
 from engine.models.model_config import ModelConfig
 from engine.models.model_error import ModelError
+from engine.models.weights import resolve_model
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from engine.spec.proposer import Proposer, TargetStep
 from engine.step import StepOutput, StepPlan
-from engine.models.weights import open_checkpoint, resolve_model
 
 TASKS = (
     "Explain {} to a child.",

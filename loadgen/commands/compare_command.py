@@ -25,8 +25,8 @@ from loadgen.output.terminal import (
 
 if TYPE_CHECKING:
     from loadgen.compare import Comparison, Pair
-    from loadgen.targets.either import EitherTarget
     from loadgen.plan.workload import Schedule
+    from loadgen.targets.either import EitherTarget
 
 METRICS = "ttft_p50,ttft_p95,tpot_p50,itl_p99,throughput,failed"
 _DEFAULT_CONTEXT = 4096
@@ -197,7 +197,7 @@ def _saved(path: Path) -> dict[str, list[Any]]:
 
 def _write(found: Comparison, out: Path) -> None:
     """The comparison in every format, and the runs, so that they can be compared again."""
-    from loadgen.measure.record import write_atomically
+    from servers.files import write_atomically
 
     files = {
         "comparison.json": CompareFormat.JSON,

@@ -67,8 +67,8 @@ def counters(
     Exit codes: 0 counted (and the same), 1 different from the baseline, 2 bad usage.
     """
     from loadgen.measure.counters import Counters, CountersError, differences
-    from servers.flags.command import parse_command
     from loadgen.targets.counting import count
+    from servers.flags.command import parse_command
 
     check_writable(None, out, junit)
     changed: list[Difference] = []
@@ -98,7 +98,7 @@ def _show(
 ) -> None:
     from loadgen.output.exports import Case
     from loadgen.output.exports import junit as to_junit
-    from loadgen.measure.record import write_atomically
+    from servers.files import write_atomically
 
     found = {difference.name: difference for difference in changed}
     shown = {name: value for name, value in asdict(now).items() if name not in _HIDDEN}

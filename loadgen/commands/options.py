@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 if TYPE_CHECKING:
+    from loadgen.measure.record import Records
     from loadgen.plan.arrivals import Arrival
     from loadgen.plan.datasets import Dataset
-    from loadgen.measure.record import Records
     from loadgen.plan.traces import Trace
-    from loadgen.wire.messages import Progress
     from loadgen.plan.workload import Schedule, Workload
+    from loadgen.wire.messages import Progress
 
 
 _DEFAULT_CONTEXT = 4096
@@ -347,9 +347,9 @@ class Connection:
         stop: threading.Event | None = None,
     ) -> Records:
         """Send ``schedule``, and scrape the server's metrics meanwhile. Raises Unreachable, ValueError."""
-        from loadgen.wire.client import ClientOptions, run_schedule
         from loadgen.targets.http import Http
         from loadgen.targets.scraper import Scraper, scrape
+        from loadgen.wire.client import ClientOptions, run_schedule
 
         http = Http(self.url, self.api_key, verify_tls=not self.insecure)
         options = ClientOptions(

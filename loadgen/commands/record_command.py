@@ -51,9 +51,9 @@ def record(
 
     Exit codes: 0 the recording has ended, 2 bad usage, server unreachable or port in use.
     """
+    from loadgen.recording.recorder import Recorder
     from loadgen.wire.driver import event_loop
     from loadgen.wire.probe import Unreachable, Url, reach
-    from loadgen.recording.recorder import Recorder
 
     if out.exists():
         fail(f"{out} exists: give another name, or remove it")

@@ -16,8 +16,8 @@ from loadgen.commands.options import Load, with_options
 from loadgen.output.terminal import INTERRUPTED, INVALID, Format, check_writable, fail, interruptible
 
 if TYPE_CHECKING:
-    from loadgen.measure.record import Records
     from loadgen.commands.simulation import Simulated
+    from loadgen.measure.record import Records
 
 
 class Routing(StrEnum):
@@ -125,8 +125,8 @@ def _exit_code(records: Records) -> int:
 
 
 def _write(done: Simulated, out: Path | None, json_file: Path | None, html_file: Path | None) -> None:
-    from loadgen.measure.record import write_atomically
     from loadgen.commands.simulation import markdown, to_json
+    from servers.files import write_atomically
 
     pages = [html_file] if html_file else []
     try:

@@ -9,10 +9,11 @@ from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from loadgen.output import report
-from servers.flags.command import parse_command
 from loadgen.measure.record import Records
+from loadgen.measure.stats import Summary
+from loadgen.output import report
 from loadgen.targets.simulated import PREFIX, SimulatedTarget
+from servers.flags.command import parse_command
 
 if TYPE_CHECKING:
     from loadgen.commands.options import Load
@@ -64,7 +65,7 @@ def simulate(
 def replica_rows(done: Simulated) -> Iterator[tuple[str, ...]]:
     """A row of text a replica, and one for all; over the whole run's window."""
     for name, records in [*((str(n), part) for n, part in enumerate(done.parts)), ("all", done.records)]:
-        summary = replace(records, window=done.records.window).summary()
+        summary = Summary(replace(records, window=done.records.window))
         prompts = sum(r.prompt_tokens or 0 for r in records.requests if r.ok)
         cached = sum(r.cached_tokens or 0 for r in records.requests if r.ok)
         figures = ("ttft_p50", "ttft_p99", "itl_p99")

@@ -79,8 +79,8 @@ def sweep(
     Exit codes: 0 found, 1 no level meets the bounds, 2 bad usage or server unreachable, 3 invalid
     measurement, 130 interrupted.
     """
-    from servers.slo.bounds import SloError, parse_bounds
     from loadgen.measure.sweep import Sweep, SweepError
+    from servers.slo.bounds import SloError, parse_bounds
 
     if (slo is None) == (at is None):
         fail("give --slo (search the highest load that meets it) or --at (measure these levels)")
@@ -124,7 +124,7 @@ def sweep(
 
 
 def _show(found: Capacity, format: Format, out: Path | None) -> None:
-    from loadgen.measure.record import write_atomically
+    from servers.files import write_atomically
 
     answer = to_json(found)
     if out:

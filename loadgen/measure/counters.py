@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.measure import typed
-from loadgen.measure.record import write_atomically
+from servers.files import write_atomically
 
 SCHEMA = "vtune.counters/1"
 

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from loadgen.measure import typed
-
-if TYPE_CHECKING:
-    import pandas as pd
-
-    from loadgen.measure.stats import Bound, Summary
+from servers.files import write_atomically
 
 SCHEMA = "vtune.records/1"
 
@@ -160,18 +155,6 @@ class Records:
             and (cls is None or record.cls == cls)
         ]
 
-    def summary(self, bounds: Sequence[Bound] = ()) -> Summary:
-        """The figures of ``loadgen.measure.stats``; ``bounds`` are what goodput asks of each request."""
-        from loadgen.measure.stats import Summary
-
-        return Summary(self, bounds)
-
-    def frame(self) -> pd.DataFrame:
-        """One row a request; times in seconds, latencies NaN where a request failed."""
-        from loadgen.measure.stats import frame
-
-        return frame(self)
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON; the file appears whole or not at all."""
         write_atomically(Path(path), [json.dumps(self.to_json(), separators=(",", ":")), "\n"])
@@ -217,19 +200,3 @@ class Records:
 def _request_json(record: RequestRecord) -> dict[str, Any]:
     """Without the fields that hold their default: a run has thousands of these."""
     return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
-
-
-def write_atomically(path: Path, parts: Iterable[str]) -> None:
-    """UTF-8 text in a temporary file beside ``path``, then renamed over it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.writelines(parts)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

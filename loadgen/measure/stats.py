@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from loadgen.measure.backlog import backlog
 from loadgen.measure.distribution import Distribution
 from loadgen.measure.record import Failure, Records, RequestRecord
 
@@ -273,8 +274,6 @@ class Summary:
         return sum(not record.ok for record in self.records.in_window(cls))
 
     def _backlog(self, cls: str | None) -> float:
-        from loadgen.measure.run_validity import backlog
-
         return backlog(self.records, cls)
 
 

@@ -17,8 +17,8 @@ from scipy.special import stdtrit
 
 from loadgen.measure.paired import FLOOR_TAIL, floor_of
 from loadgen.measure.record import Records
-from servers.slo.bounds import Bound
 from loadgen.measure.stats import Summary
+from servers.slo.bounds import Bound
 
 Over = Literal["rate", "concurrency"]
 Decision = Literal["met", "missed", "undecided"]
@@ -75,7 +75,7 @@ class Level:
 
     def figure(self, name: str) -> float:
         """Median over the runs; NaN where one is missing."""
-        return float(np.median([run.summary().value(name) for run in self.runs]))
+        return float(np.median([Summary(run).value(name) for run in self.runs]))
 
     @property
     def power(self) -> float:
@@ -232,7 +232,7 @@ class Sweep:
 
     def _figure(self, bound: Bound, run: Records) -> float:
         """Raises SweepError where the run is too short for the bound's percentile."""
-        summary: Summary = run.summary()
+        summary: Summary = Summary(run)
         try:
             figure = summary.value(bound.metric, bound.cls)
         except KeyError as error:

@@ -8,9 +8,9 @@ from html import escape
 import plotly.graph_objects as go
 
 from loadgen.compare import Comparison, Row, split_metric
-from loadgen.output.html import figure, page, plots, table, terms
 from loadgen.measure.paired import rises
-from loadgen.measure.stats import DEFINITIONS
+from loadgen.measure.stats import DEFINITIONS, Summary
+from loadgen.output.html import figure, page, plots, table, terms
 
 _COLOURS = {"regress": "#b3423f", "improve": "#3f9253"}
 _NEUTRAL = "#6b6b6b"
@@ -87,4 +87,4 @@ def _pairs(comparison: Comparison) -> list[go.Figure]:
 
 def _values(comparison: Comparison, metric: str, side: str) -> list[float]:
     name, cls = split_metric(metric)
-    return [getattr(pair, side).summary().value(name, cls) for pair in comparison.pairs]
+    return [Summary(getattr(pair, side)).value(name, cls) for pair in comparison.pairs]

@@ -14,8 +14,8 @@ from typing import Any
 from loadgen.compare import Comparison, Row, split_metric
 from loadgen.measure.paired import rises
 from loadgen.measure.record import Records
+from loadgen.measure.stats import METRICS, RATES, Summary, frame
 from servers.slo.bounds import Bound, format_value
-from loadgen.measure.stats import METRICS, RATES
 
 _HEADLINES = ("ttft_p50", "ttft_p95", "tpot_p50", "itl_p50", "itl_p99", "e2e_p95", *RATES[:2])
 _NOT_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -75,7 +75,7 @@ def run_cases(records: Records, bounds: Iterable[Bound]) -> Iterator[Case]:
     """A case for the run's own verdict, and one a bound; one that too few samples speak of is skipped."""
     reasons = "; ".join(records.reasons) or records.verdict
     yield Case("validity", failure=reasons if records.verdict == "client_limited" else "", text=reasons)
-    summary = records.summary()
+    summary = Summary(records)
     for bound in bounds:
         try:
             value = summary.value(bound.metric, bound.cls)
@@ -100,8 +100,8 @@ def comparison_csv(comparison: Comparison) -> str:
 
 def requests_csv(records: Records) -> str:
     """A line a request: times in seconds after the start."""
-    frame = records.frame()
-    return str(frame.to_csv()) if len(frame) else ""
+    table = frame(records)
+    return str(table.to_csv()) if len(table) else ""
 
 
 def github_benchmark(comparison: Comparison) -> list[dict[str, Any]]:
@@ -135,7 +135,7 @@ def bencher(comparison: Comparison, benchmark: str) -> dict[str, dict[str, dict[
 
 def run_benchmark(records: Records) -> dict[str, dict[str, dict[str, float]]]:
     """Bencher Metric Format of one run: its headline figures, with intervals where a run has them."""
-    summary = records.summary()
+    summary = Summary(records)
     measures = {}
     for name in _HEADLINES:
         value = summary.value(name)

@@ -12,6 +12,9 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from loadgen.measure.record import Records
+from loadgen.measure.serverside import timeline
+from loadgen.measure.stats import DEFINITIONS, PARTS, Summary
+from loadgen.measure.window import in_flight
 from loadgen.output.report import (
     LATENCY_HEADS,
     NAMES,
@@ -22,9 +25,6 @@ from loadgen.output.report import (
     part_rows,
     rate_rows,
 )
-from loadgen.measure.serverside import timeline
-from loadgen.measure.stats import DEFINITIONS, PARTS, Summary
-from loadgen.measure.window import in_flight
 
 _COLOURS = ("#3b6fb6", "#d1792b", "#3f9253", "#b3423f", "#7a5fa8", "#6b6b6b")
 _MAX_POINTS = 4000
@@ -39,7 +39,7 @@ th:first-child, td:first-child, .names td:nth-child(2) { text-align: left }
 
 def html(records: Records) -> str:
     """The whole page."""
-    summary = records.summary()
+    summary = Summary(records)
     figures = [
         _ecdf(summary, "ttft"),
         _ecdf(summary, "itl"),

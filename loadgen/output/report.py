@@ -130,7 +130,7 @@ def facts(records: Records) -> list[tuple[str, str]]:
 
 def text(records: Records) -> RenderableType:
     """For a rich console."""
-    summary = records.summary()
+    summary = Summary(records)
     parts: list[RenderableType] = [
         Text.assemble((f"{name:<9}", "dim"), value) for name, value in facts(records)
     ]
@@ -174,7 +174,7 @@ def print_report(records: Records, file: IO[str]) -> None:
 
 def markdown(records: Records) -> str:
     """Fits a CI job's summary."""
-    summary = records.summary()
+    summary = Summary(records)
     lines = [f"## Benchmark: {records.verdict}", ""]
     lines += [f"- {_escape(reason)}" for reason in records.reasons] + [""] * bool(records.reasons)
     lines += [f"- **{name}**: {_escape(value)}" for name, value in facts(records)]
@@ -200,7 +200,7 @@ def _escape(value: str) -> str:
 def to_json(records: Records) -> dict[str, Any]:
     """Every figure as {"value", "n", "low", "high"}: seconds, rates or counts; null is "too few samples",
     "inf" that failures reach it."""
-    summary = records.summary()
+    summary = Summary(records)
     return {
         "schema": SCHEMA,
         "verdict": records.verdict,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
-    from loadgen.wire.messages import Progress
     from loadgen.plan.workload import Schedule
+    from loadgen.wire.messages import Progress
 
 FAILED, UNUSABLE, INVALID, INCONCLUSIVE, INTERRUPTED = 1, 2, 3, 4, 130
 _PLAIN_EVERY = 10.0

@@ -18,12 +18,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from loadgen.wire.completion import read_stream
-from loadgen.wire.http1 import MalformedResponse, Response, decode
-from loadgen.recording.proxy import Passage
-from loadgen.measure.record import write_atomically
 from loadgen.plan.trace_formats import SAMPLING, SCHEMA
 from loadgen.plan.traces import class_of
+from loadgen.recording.proxy import Passage
+from loadgen.wire.completion import read_stream
+from loadgen.wire.http1 import MalformedResponse, Response, decode
+from servers.files import write_atomically
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 BLOCK_TOKENS = 16

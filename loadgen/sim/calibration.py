@@ -6,11 +6,11 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from loadgen.plan.arrivals import ClosedLoop
 from loadgen.measure.record import Records, RequestRecord
 from loadgen.measure.stats import elsewhere
-from loadgen.target import OpenTarget
+from loadgen.plan.arrivals import ClosedLoop
 from loadgen.plan.workload import Length, RequestClass, Schedule, Workload
+from loadgen.target import OpenTarget
 
 FLAGS = {
     "max_model_len": 2048,

@@ -1,4 +1,4 @@
-"""The client in virtual time: what ``loadgen.wire.driver`` does on sockets, done to servers that are simulated.
+"""The client in virtual time: what ``loadgen.wire.driver`` does on sockets, done to simulated servers.
 
 A request has the same life as on the wire: intended, sent (at once, or when a slot of a cap is free), stamped
 chunk by chunk, ended; with timeouts, drain, closed loops and the turns of conversations. Nobody waits.
@@ -18,12 +18,12 @@ from functools import partial
 from typing import Any
 
 from loadgen.measure.record import ClientStats, Failure, Records, RequestRecord
-from loadgen.sim.routing import Route, make_route, tokens_of
 from loadgen.measure.run_validity import judge
-from loadgen.sim.virtual_server import ONE_TOKEN, ONLY_STREAMS, Answer, Answers, VirtualServer
 from loadgen.measure.window import measured_window
-from loadgen.wire.messages import Progress
 from loadgen.plan.workload import PlannedRequest, Schedule
+from loadgen.sim.routing import Route, make_route, tokens_of
+from loadgen.sim.virtual_server import ONE_TOKEN, ONLY_STREAMS, Answer, Answers, VirtualServer
+from loadgen.wire.messages import Progress
 
 START_UNIX_MS = 1_767_225_600_000
 """When virtual time begins, as a label: the start of 2026. Runs are the same whenever they are run."""

@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from servers.flags.command import render
 from loadgen.target import CLIENT_KILLED, OpenTarget, RunFailed, StartFailed, Target
-from servers.logs.failures import classify
 from loadgen.targets.http import Http, NoAnswer
 from loadgen.targets.process import ServerProcess
 from loadgen.targets.scraper import Scraper, scrape
+from servers.flags.words import render
+from servers.logs.failures import classify
 
 if TYPE_CHECKING:
     from loadgen.measure.record import Records

@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from servers.flags.command import FlagError, render, split_words
-from servers.flags.sglang_flags import render_sglang
 from loadgen.target import AtOnce, StartFailed, Target
 from loadgen.targets.endpoint import OpenServer
 from loadgen.targets.http import Http
-from servers.flags.offered_flags import OfferedFlags, read_offered_flags
 from loadgen.targets.process import ServerProcess
+from servers.flags.offered_flags import OfferedFlags, read_offered_flags
+from servers.flags.sglang_flags import render_sglang
+from servers.flags.words import FlagError, render, split_words
 
 DEFAULT_PORT = 8000
 """The port in commands that are shown; vLLM's and ours."""

@@ -14,15 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from servers.flags.command import render
+from loadgen.plan.workload import PlannedRequest, Schedule
 from loadgen.target import OpenTarget, StartFailed, Target, TargetFailed
 from servers.flags.offered_flags import OfferedFlags
-from loadgen.plan.workload import PlannedRequest, Schedule
+from servers.flags.words import render
 
 if TYPE_CHECKING:
     from engine.models.model_config import ModelConfig
-    from engine.sim.step_times import StepSample, StepTimes
     from engine.sim.server import SimulatedServer, Simulation
+    from engine.sim.step_times import StepSample, StepTimes
     from loadgen.measure.record import Records
     from loadgen.sim.routing import Policy
     from loadgen.sim.virtual_server import Answers
@@ -135,8 +135,8 @@ def sketched_target(
     ``flags``: of a config those that are simulated, with the size of the pool as
     ``num_gpu_blocks_override``.
     """
-    from engine.sim.step_times import StepTimes
     from engine.sim.server import on_pool
+    from engine.sim.step_times import StepTimes
 
     times = StepTimes(**coefficients)
     return SimulatedTarget(name, name, simulate=lambda config: on_pool(times, max_model_len, flags(config)))
@@ -289,8 +289,8 @@ class _Door:
 
 def read_model(name: str) -> ModelConfig:
     """Raises ValueError."""
-    from engine.models.bundled import FetchError
-    from engine.models.model_config import load_model_config
+    from engine.cache import FetchError
+    from engine.models.checkpoint import load_model_config
     from engine.models.model_error import ModelError
     from engine.models.weights import resolve_model
 
@@ -318,8 +318,8 @@ def _maker(
     calibrating: Callable[[str], None] | None,
 ) -> Callable[[Mapping[str, Any]], Simulation]:
     from engine.sim.devices import DEVICES
-    from engine.sim.step_times import StepTimes
     from engine.sim.server import on_device, on_times
+    from engine.sim.step_times import StepTimes
 
     if device in DEVICES:
         return lambda flags: on_device(model, DEVICES[device], flags, acceptance)
@@ -340,9 +340,9 @@ def _maker(
 
 def _measured(calibrating: Callable[[str], None] | None) -> StepTimes:
     """The bundled model's step times on this machine: from the cache, or measured and put there."""
-    from engine.models.bundled import cache_dir
+    from engine.cache import cache_dir
     from engine.sim.step_times import StepTimes
-    from loadgen.measure.record import write_atomically
+    from servers.files import write_atomically
 
     saved = cache_dir() / f"step-times-{platform.node()}.json"
     if saved.is_file():

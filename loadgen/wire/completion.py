@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from loadgen.wire.http1 import MalformedResponse, Response, decode
 from loadgen.measure.record import Failure, RequestRecord
-from loadgen.wire.sse import events
-from loadgen.wire.messages import End, Exchange
 from loadgen.plan.workload import PlannedRequest
+from loadgen.wire.http1 import MalformedResponse, Response, decode
+from loadgen.wire.messages import End, Exchange
+from loadgen.wire.sse import events
 
 _BEFORE_AN_ANSWER = {
     End.COMPLETE: Failure.GARBAGE,

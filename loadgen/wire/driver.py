@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic_ns
 
-from loadgen.wire.timerfd import Alarm
 from loadgen.wire.connection import Connection, Pool
 from loadgen.wire.messages import End, Exchange, Progress, WireLog, WirePlan, WireRequest
+from loadgen.wire.timerfd import Alarm
 
 BEAT_NS = 10_000_000
 LEAD_NS = 100_000_000

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from servers.flags import defaults
 from servers.flags.defaults import Engine, Platform, version_tuple
+from servers.flags.sglang_flags import SPELLING
 from servers.log_facts import LogFacts
 from servers.reading import Missing, Number, Reading
-from servers.flags.sglang_flags import SPELLING
 
 Origin = Literal["given", "log", "metrics", "inferred", "default", "guessed"]
 """Who says so. ``default``: nobody set it, and this platform has just one; ``guessed``: it may be another."""

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from loadgen.measure.record import write_atomically
+from servers.files import write_atomically
 
 HELP_SECONDS = 120.0
 """For one call of the program: importing vLLM from a cold disk takes half a minute."""

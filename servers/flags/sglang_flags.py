@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from servers.flags.command import KINDS, FlagError, render
+from servers.flags.words import KINDS, FlagError, render
 
 NAMES: Mapping[str, str] = {
     "max_num_seqs": "max_running_requests",

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from servers.flags.command import render
 from servers.flags.sglang_flags import SPELLING, SWITCHES, to_sglang
+from servers.flags.words import render
 
 MEMORY_STEP = 0.02
 """How much ``mem_fraction_static`` is raised at a time."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from loadgen.targets.supervise import CANNOT_START
+CANNOT_START = 127
+"""Exit status where there is no such program: a shell's, and ``loadgen.targets.supervise``'s."""
 
 
 @dataclass(frozen=True)

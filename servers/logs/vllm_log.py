@@ -8,14 +8,14 @@ from __future__ import annotations
 import ast
 import calendar
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from servers.logs import sglang_log
+from servers.errors import SourceError
 from servers.input_file import GZIP, gunzipped, read_input
 from servers.log_facts import LogFacts, page, pairs
-from doctor.metrics.sources import Observation, Scrapes, Source, SourceError
+from servers.logs import sglang_log
 
 _VERSION = re.compile(r"(?:version|engine \(v|server version) ?(\d+\.\d+[\w.+]*)")
 _NON_DEFAULT = re.compile(r"non-default args: (\{.*\})")
@@ -75,22 +75,6 @@ _DUMP_KEYS = {
     "quantization": "quantization",
     "device_config": "device",
 }
-
-
-class LogSource(Source):
-    """A log as the only source: gauges every ten seconds, no latencies; most rules cannot tell."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.name = str(path)
-
-    def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
-        facts = read_log(self.path)
-        if len(facts.scrapes) < 2:
-            raise SourceError(
-                f"--log {self.path}: fewer than two periodic load lines; add --series or --metrics"
-            )
-        return Scrapes(facts.scrapes, self.name).observe(window, slo)
 
 
 def read_log(path: Path) -> LogFacts:

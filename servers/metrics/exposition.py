@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from servers.metrics import catalog
 from servers.input_file import GZIP, gunzipped, read_input
+from servers.metrics import catalog
 from servers.metrics.range_functions import Times, Values
 
 SEPARATOR = re.compile(r"^# scrape_unix_ms[ \t]+(\S*)[ \t\r]*$", re.MULTILINE)

@@ -1,7 +1,7 @@
 """Service level objectives: what a config must hold to be feasible, and what is made best among those.
 
-An SLO is a preset (``itl``, ``stall``, ``ttft``, ``throughput``) or bounds as in :mod:`servers.slo.bounds`, such as
-``itl_p99<50ms,ttft_p95{class=short}<300ms,throughput>100``.
+An SLO is a preset (``itl``, ``stall``, ``ttft``, ``throughput``) or bounds as in
+:mod:`servers.slo.bounds`, such as ``itl_p99<50ms,ttft_p95{class=short}<300ms,throughput>100``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from servers.slo.bounds import LATENCIES, PER_REQUEST, Bound, family_of, name_of, parse_bounds
-from loadgen.measure.stats import DEFINITIONS
 
 Measure = Callable[[str, str | None], float]
 """(metric name, class or None) -> value in seconds or per second; NaN where there is none."""
@@ -96,12 +95,6 @@ class Slo:
         pairs += [(bound.metric, bound.cls) for bound in self.bounds]
         pairs += [(bound.metric, None) for bound in self.relative]
         return tuple(dict.fromkeys(pairs))
-
-    @property
-    def definitions(self) -> dict[str, str]:
-        """Definitions of the metric families that this SLO speaks of, as they are measured."""
-        families = dict.fromkeys(family_of(metric) for metric, _ in self.metrics)
-        return {family: DEFINITIONS[family] for family in families if family in DEFINITIONS}
 
     def describe(self) -> str:
         verb = {"minimize": "minimise", "maximize": "maximise"}[self.objective.direction]

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.doctor.claims import markdown, tried, verdict
-from benchmarks.doctor.claims_catalog import CLAIMS, long_prompt_beside_decodes, shared_copy, twice_the_devices
+from benchmarks.doctor.claims_catalog import (
+    CLAIMS,
+    long_prompt_beside_decodes,
+    shared_copy,
+    twice_the_devices,
+)
 from benchmarks.doctor.claims_figures import Figure
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"

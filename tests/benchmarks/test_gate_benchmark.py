@@ -14,6 +14,7 @@ import pytest
 from benchmarks.loadgen import gate
 from loadgen.compare import Pair
 from loadgen.measure.record import ClientStats, Failure, Records, RequestRecord
+from loadgen.measure.stats import Summary
 
 MS = 1_000_000
 
@@ -61,9 +62,9 @@ def pairs() -> list[Pair]:
 def test_prolonging_stretches_every_latency_and_moves_no_request() -> None:
     before, after = run(1.0), gate.prolonged(run(1.0), 1.1)
     for name in ("ttft_p50", "tpot_p50", "itl_p99", "e2e_p50"):
-        assert after.summary().value(name) == pytest.approx(1.1 * before.summary().value(name), rel=1e-6)
+        assert Summary(after).value(name) == pytest.approx(1.1 * Summary(before).value(name), rel=1e-6)
     assert [r.intended for r in after.requests] == [r.intended for r in before.requests]
-    assert after.summary().value("throughput") == before.summary().value("throughput")
+    assert Summary(after).value("throughput") == Summary(before).value("throughput")
 
 
 def test_samples_are_of_different_pairs_with_both_sides_first_equally_often(pairs: list[Pair]) -> None:

@@ -8,12 +8,12 @@ from dataclasses import replace
 import optuna
 import pytest
 
-from benchmarks.tuner.tuner import OURS, Contest, Row, scored, search_rival
+from benchmarks.peers.tuner_rivals import RIVALS
 from benchmarks.tuner.bed import Bed, Ledger, Mark, World
+from benchmarks.tuner.contest import OURS, Contest, Row, scored, search_rival
 from benchmarks.tuner.noise import Noise
 from benchmarks.tuner.ours import Bookkeeper, search_ours
 from benchmarks.tuner.problems import CPU, MEMORY, SEQS, THRESHOLD, TOKENS, Problem
-from benchmarks.peers.tuner_rivals import RIVALS
 from benchmarks.tuner.tables import (
     CPU_TIMES,
     Entry,

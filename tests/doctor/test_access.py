@@ -18,10 +18,11 @@ from live_prometheus import load_recording, needs_prometheus, prometheus
 from synthetic_server import Server
 from typer.testing import CliRunner
 
-from doctor.metrics.access import Access, AccessError, read_access
 from doctor.diagnosis.diagnose import diagnose
+from doctor.metrics.access import Access, AccessError, read_access
+from doctor.metrics.sources import MetricsUrl, PrometheusSource
+from servers.errors import SourceError
 from servers.metrics.exposition import record
-from doctor.metrics.sources import MetricsUrl, PrometheusSource, SourceError
 from vtune_cli import app
 
 SECRET = "s3cret-of-this-test"

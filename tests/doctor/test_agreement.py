@@ -14,14 +14,14 @@ from live_prometheus import load_recordings, needs_prometheus, prometheus
 from synthetic_server import Server
 
 from doctor.diagnosis.diagnose import diagnose
-from doctor.metrics.evaluators import Group
-from servers.metrics.exposition import Recording, record
 from doctor.diagnosis.fleet import FIGURES
-from doctor.metrics.live import Ask
-from servers.reading import Number, Reading
-from doctor.metrics.signals import SIGNALS
 from doctor.diagnosis.judged_slo import DEFAULTS
+from doctor.metrics.evaluators import Group
+from doctor.metrics.live import Ask
+from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Observation, PrometheusSource, Scrapes, observe_recording
+from servers.metrics.exposition import Recording, record
+from servers.reading import Number, Reading
 
 pytestmark = needs_prometheus
 

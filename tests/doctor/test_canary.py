@@ -15,8 +15,8 @@ from typer.testing import CliRunner, Result
 
 from doctor.cli import mount
 from doctor.diagnosis.diagnose import diagnose
-from doctor.proof.experiment_target import packaged
 from doctor.metrics.sources import Scrapes
+from doctor.proof.experiment_target import packaged
 
 app = typer.Typer()
 mount(app)

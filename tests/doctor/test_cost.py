@@ -10,12 +10,12 @@ from synthetic_server import Server
 
 from doctor.diagnosis.cost import Cost, Toll, Unit, total
 from doctor.diagnosis.diagnose import diagnose
-from servers.expression import Lookup, parse_expression
 from doctor.diagnosis.finding import Finding
 from doctor.diagnosis.playbook import load_all
-from servers.reading import Missing, Number, Reading
-from doctor.output.report import as_text
 from doctor.metrics.sources import Scrapes
+from doctor.output.report import as_text
+from servers.expression import Lookup, parse_expression
+from servers.reading import Missing, Number, Reading
 
 VALUES = {"waiting_mean": 9.0, "request_rate": 3.0, "tpot_mean": 0.05, "itl_mean": 0.2}
 

@@ -14,16 +14,16 @@ import typer
 from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
-from doctor.diagnosis import verification_status
 from doctor.cli import mount
-from doctor.proof.experiment_runner import Order, carry_out, read_proof
+from doctor.diagnosis import verification_status
 from doctor.diagnosis.diagnose import diagnose
-from doctor.proof.experiment_target import stage_of
-from doctor.output.markdown import as_markdown
 from doctor.diagnosis.playbook import Playbook, load_all, parse_playbook
-from doctor.proof.result import Proof
-from doctor.output.report import as_text
 from doctor.metrics.sources import Scrapes
+from doctor.output.markdown import as_markdown
+from doctor.output.report import as_text
+from doctor.proof.experiment_runner import Order, carry_out, read_proof
+from doctor.proof.experiment_target import stage_of
+from doctor.proof.result import Proof
 from doctor.proof.verify import Interrupted, Terms, prove
 
 BOOKS = {book.id: book for book in load_all()}
@@ -177,7 +177,7 @@ def test_only_the_wanted_kind_is_run(tmp_path: Path) -> None:
 @pytest.fixture
 def proofs(monkeypatch: pytest.MonkeyPatch) -> list[Mapping[str, Any]]:
     known: list[Mapping[str, Any]] = []
-    monkeypatch.setattr(standing, "proofs", lambda: tuple(known))
+    monkeypatch.setattr(verification_status, "proofs", lambda: tuple(known))
     return known
 
 
@@ -191,7 +191,11 @@ def test_every_prescription_says_whether_it_was_verified(proofs: list[Mapping[st
     assert "[not verified]" in as_text(before)
     book = BOOKS["seq-cap"]
     proofs.append(
-        {"playbook": "seq-cap", "remedy_print": verification_status.fingerprint(book, 0), "standing": "verified"}
+        {
+            "playbook": "seq-cap",
+            "remedy_print": verification_status.fingerprint(book, 0),
+            "standing": "verified",
+        }
     )
     after = diagnose(sick, {"max_num_seqs": 4})
     (prescription,) = after.to_json()["findings"][0]["prescriptions"]

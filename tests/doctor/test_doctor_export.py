@@ -21,14 +21,14 @@ from synthetic_server import Server
 from test_playbooks import CASES
 from typer.testing import CliRunner, Result
 
-from doctor.export.alerts import alert_rules
 from doctor.cli import mount
-from doctor.export.dashboard import dashboard
 from doctor.diagnosis.diagnose import diagnose
-from doctor.export.export import compiler
-from servers.metrics.exposition import record
 from doctor.diagnosis.playbook import load_all
+from doctor.export.alerts import alert_rules
+from doctor.export.dashboard import dashboard
+from doctor.export.export import compiler
 from doctor.metrics.sources import Scrapes
+from servers.metrics.exposition import record
 
 app = typer.Typer()
 mount(app)

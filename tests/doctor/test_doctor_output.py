@@ -24,10 +24,11 @@ from typer.testing import CliRunner, Result
 from doctor.cli import mount
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.finding import Diagnosis
-from doctor.metrics.period import moment, period
 from doctor.diagnosis.playbook import load_all
-from doctor.metrics.sources import MetricsUrl, Scrapes, SourceError
+from doctor.metrics.period import moment, period
+from doctor.metrics.sources import MetricsUrl, Scrapes
 from doctor.output.watch import CLEAR, RollingMetrics, line, screen, watch
+from servers.errors import SourceError
 
 app = typer.Typer()
 mount(app)

@@ -15,12 +15,12 @@ from doctor.diagnosis.experiment import (
     overlaid,
     read_reproduction,
 )
+from doctor.diagnosis.playbook import load_all, parse_playbook
 from doctor.proof.experiment_load import describe, schedule
 from doctor.proof.experiment_target import fleet_scrapes
-from doctor.diagnosis.playbook import load_all, parse_playbook
 from loadgen.measure.record import Records
-from loadgen.targets.simulated import SimulatedTarget
 from loadgen.plan.workload import Schedule
+from loadgen.targets.simulated import SimulatedTarget
 
 CHAT = {"name": "chat", "clients": 2, "prompt": 64, "output": [8, 16]}
 PLAIN: dict[str, Any] = {"engine": {"max_num_seqs": 2}, "load": [CHAT]}

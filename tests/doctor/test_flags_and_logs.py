@@ -10,12 +10,14 @@ import pytest
 from recordings import TRUTH, log_path, needs_recordings
 from synthetic_server import Server
 
-from servers.metrics import catalog
-from servers.flags import known_flags
 from doctor.diagnosis.diagnose import diagnose
+from doctor.metrics.log_source import LogSource
+from doctor.metrics.sources import Scrapes
+from servers.errors import SourceError
+from servers.flags import known_flags
 from servers.log_facts import LogFacts
-from servers.logs.vllm_log import LogSource, parse_log, read_log
-from doctor.metrics.sources import Scrapes, SourceError
+from servers.logs.vllm_log import parse_log, read_log
+from servers.metrics import catalog
 
 V1_LOG = "\n".join(
     [
@@ -172,7 +174,10 @@ def test_metrics_that_look_like_a_cpu_shift_the_guess_and_no_more() -> None:
     assert (known["max_num_seqs"].value, known["max_num_seqs"].origin) == (128, "guessed")
     assert known["max_num_seqs"].number.high >= 1024
     old = LogFacts(complete=True, version="0.9.1", device="cpu")
-    assert known_flags.resolve({}, old, None, engine="vllm", version=None).known["max_num_seqs"].origin == "guessed"
+    assert (
+        known_flags.resolve({}, old, None, engine="vllm", version=None).known["max_num_seqs"].origin
+        == "guessed"
+    )
 
 
 def test_no_cap_is_inferred_below_every_default() -> None:
@@ -186,7 +191,9 @@ def test_no_cap_is_inferred_below_every_default() -> None:
 
 def test_a_budget_without_chunked_prefill_holds_a_whole_prompt() -> None:
     given = {"enable_chunked_prefill": False, "max_model_len": 8192}
-    tokens = known_flags.resolve(given, None, None, engine="vllm", version=None).known["max_num_batched_tokens"]
+    tokens = known_flags.resolve(given, None, None, engine="vllm", version=None).known[
+        "max_num_batched_tokens"
+    ]
     assert (tokens.value, tokens.number.low) == (8192, 8192)
 
 

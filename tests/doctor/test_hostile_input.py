@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 from synthetic_server import Server
 
-from doctor.metrics import session
-from doctor.metrics import sources
-from servers import input_file
+from doctor.diagnosis.diagnose import diagnose
+from doctor.metrics import session, sources
 from doctor.metrics.access import Access, AccessError, read_access
 from doctor.metrics.benchmark import BenchmarkResult
+from doctor.metrics.log_source import LogSource
+from doctor.metrics.sources import MetricsUrl, PrometheusSource, SeriesFile
 from doctor.proof.canary import CanaryError, read_cure
-from doctor.diagnosis.diagnose import diagnose
+from servers import input_file
+from servers.errors import SourceError
 from servers.input_file import read_input
-from servers.logs.vllm_log import LogSource
-from doctor.metrics.sources import MetricsUrl, PrometheusSource, SeriesFile, SourceError
 
 SECRET = "t0ken-nobody-may-see"
 GOOD = "".join(f"# scrape_unix_ms {at}\n{page}" for at, page in Server().scrapes())

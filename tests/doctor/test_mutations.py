@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from recordings import TRUTH, meta, needs_recordings, scrapes
 from synthetic_server import Server
 
-from servers.metrics.catalog import METRICS
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
-from servers.metrics.exposition import Recording, Series, record
-from doctor.metrics.sources import Observation, Scrapes, SeriesFile, Source, SourceError, observe_recording
+from doctor.metrics.sources import Observation, Scrapes, SeriesFile, Source, observe_recording
+from servers.errors import SourceError
 from servers.flags.command import parse_command
+from servers.metrics.catalog import METRICS
+from servers.metrics.exposition import Recording, Series, record
 
 NAMES = [name for name in TRUTH if name != "prefix-unshared"]
 

@@ -13,14 +13,15 @@ import pytest
 from live_prometheus import load_recording, needs_prometheus, prometheus
 from synthetic_server import Server
 
-from doctor.metrics.benchmark import BenchmarkResult
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
-from servers.metrics.exposition import record
-from servers.logs.vllm_log import parse_log
-from servers.reading import Number
-from doctor.metrics.signals import SIGNALS
 from doctor.diagnosis.judged_slo import DEFAULTS
-from doctor.metrics.sources import PrometheusSource, Scrapes, SourceError
+from doctor.metrics.benchmark import BenchmarkResult
+from doctor.metrics.signals import SIGNALS
+from doctor.metrics.sources import PrometheusSource, Scrapes
+from servers.errors import SourceError
+from servers.logs.vllm_log import parse_log
+from servers.metrics.exposition import record
+from servers.reading import Number
 
 BASE = Server()
 SLOW = {"itl": {0.35: 1000}, "queue_time": {8.0: 10}}

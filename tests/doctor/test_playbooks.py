@@ -11,10 +11,10 @@ import pytest
 from synthetic_server import Server
 
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
-from servers.flags.known_flags import FLAG_NAMES
 from doctor.diagnosis.playbook import PlaybookError, check_together, load_all, parse_playbook
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Scrapes
+from servers.flags.known_flags import FLAG_NAMES
 
 BASE = Server()
 LONG = {

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from doctor.metrics.evaluators import Group
-from doctor.diagnosis.finding import Prescription
-from servers.flags.known_flags import Engine, Flags, resolve
 from doctor.diagnosis.engine_view import Patient
+from doctor.diagnosis.finding import Prescription
 from doctor.diagnosis.playbook import Playbook, load_all
 from doctor.diagnosis.prescribe import prescriptions
-from servers.reading import Missing, Number, Reading
+from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS, Unit
 from servers.flags.command import parse_command
+from servers.flags.known_flags import Engine, Flags, resolve
+from servers.reading import Missing, Number, Reading
 
 DIRECTION = {
     "budget-eats-pool": {"max_num_batched_tokens": -1},

@@ -13,12 +13,13 @@ from recordings import needs_recordings, scrapes
 from synthetic_server import Server
 
 from doctor.diagnosis.diagnose import diagnose
-from servers.metrics.exposition import record
-from doctor.metrics.period import period
-from servers.reading import Missing, Number
-from doctor.metrics.signals import SIGNALS
 from doctor.diagnosis.judged_slo import DEFAULTS
-from doctor.metrics.sources import PrometheusSource, Scrapes, SourceError
+from doctor.metrics.period import period
+from doctor.metrics.signals import SIGNALS
+from doctor.metrics.sources import PrometheusSource, Scrapes
+from servers.errors import SourceError
+from servers.metrics.exposition import record
+from servers.reading import Missing, Number
 
 pytestmark = needs_prometheus
 

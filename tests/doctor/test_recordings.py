@@ -9,9 +9,10 @@ import pytest
 from recordings import TRUTH, log_path, meta, needs_recordings, scrapes, series_path
 
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
-from servers.logs.vllm_log import LogSource, read_log
+from doctor.metrics.log_source import LogSource
 from doctor.metrics.sources import Scrapes, SeriesFile
 from servers.flags.command import parse_command
+from servers.logs.vllm_log import read_log
 
 pytestmark = needs_recordings
 

@@ -10,8 +10,8 @@ import pytest
 from synthetic_server import Server
 
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
-from doctor.output.report import as_text
 from doctor.metrics.sources import Scrapes
+from doctor.output.report import as_text
 
 MORE = "One instance carries far more load than its peers"
 FEWER = "One instance gets far fewer requests than its peers"

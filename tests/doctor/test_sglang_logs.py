@@ -15,8 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
-from servers.logs.vllm_log import LogSource, parse_log
-from doctor.metrics.sources import Scrapes, SourceError
+from doctor.metrics.log_source import LogSource
+from doctor.metrics.sources import Scrapes
+from servers.errors import SourceError
+from servers.logs.vllm_log import parse_log
 
 Moment = datetime
 START = datetime(2025, 11, 20, 23, 59, 30)

@@ -11,8 +11,8 @@ from llama_8b import CONFIG
 from doctor.diagnosis.diagnose import diagnose
 from doctor.metrics.sources import Scrapes
 from loadgen.plan.arrivals import Poisson
-from loadgen.targets.simulated import SimulatedTarget
 from loadgen.plan.workload import preset
+from loadgen.targets.simulated import SimulatedTarget
 
 
 @pytest.mark.parametrize(("seqs", "found"), [(8, True), (256, False)])

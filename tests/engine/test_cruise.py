@@ -10,12 +10,12 @@ import pytest
 import engine.sim.server
 from engine.config import EngineConfig
 from engine.core import make_scheduler
-from engine.sim.fast_decode import CruisingScheduler
 from engine.request import Request, SamplingParams
-from engine.sim.simulate import ModelSize, SimulatedRunner, TimedRequest
-from engine.step import OneEach, StepResult
-from engine.sim.step_times import StepTimes
+from engine.sim.fast_decode import CruisingScheduler
 from engine.sim.server import SimulatedServer, Simulation
+from engine.sim.simulate import ModelSize, SimulatedRunner, TimedRequest
+from engine.sim.step_times import StepTimes
+from engine.step import OneEach, StepResult
 
 TIMES = StepTimes(
     host=0.003, host_per_sequence=1e-4, launch=0.002, weights=0.01, per_token=3e-4, per_row=7e-6,
@@ -44,7 +44,7 @@ class Bed:
         defaults = {"block_size": 4, "max_num_seqs": 9, "max_num_batched_tokens": 40, "max_model_len": 96}
         defaults["num_gpu_blocks_override"] = 160
         flags = {**defaults, **flags}
-        self.server = SimulatedServer(Simulation(engine.virtual._config(flags), SIZE, TIMES))
+        self.server = SimulatedServer(Simulation(engine.sim.server._config(flags), SIZE, TIMES))
         self.scheduler: Any = self.server.core.scheduler
         self.chance = random.Random(seed)
         self.requests: dict[str, Request] = {}
@@ -117,7 +117,7 @@ def test_it_is_the_same_as_stepping_singly(flags: dict[str, Any], monkeypatch: p
     for seed in range(3):
         fast = Bed(seed, flags)
         with monkeypatch.context() as patch:
-            patch.setattr(engine.virtual, "_make_scheduler", make_scheduler)
+            patch.setattr(engine.sim.server, "_make_scheduler", make_scheduler)
             plain = Bed(seed, flags)
         assert not isinstance(plain.scheduler, CruisingScheduler)
         assert fast.live(50) == plain.live(50), seed

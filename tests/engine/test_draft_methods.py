@@ -14,16 +14,17 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import chisquare
 from tiny_llama import VOCAB, save_tiny_llama
 
-from engine.models.bundled import FetchError, fetch_bundled
+from engine.cache import FetchError
 from engine.config import EngineConfig, SpeculativeConfig
 from engine.llm import LLM
-from engine.models.model_config import load_model_config
+from engine.models.bundled import fetch_bundled
+from engine.models.checkpoint import load_model_config
 from engine.models.model_error import ModelError
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from engine.spec.network import NetworkProposer
-from engine.training.train_eagle import Head, save
 from engine.step import StepOutput, StepPlan
+from engine.training.train_eagle import Head, save
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 

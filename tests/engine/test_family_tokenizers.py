@@ -18,8 +18,6 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.models.model_error import ModelError
-from engine.request import SamplingParams
-from engine.runner import ModelRunner
 from engine.models.tokenizer import (
     ChatTemplateError,
     IncrementalDetokenizer,
@@ -27,6 +25,8 @@ from engine.models.tokenizer import (
     TokenIdsOnly,
     Tokenizer,
 )
+from engine.request import SamplingParams
+from engine.runner import ModelRunner
 
 SPECIAL = ["<unk>", "<bos>", "<eos>", "<turn>"]
 TEXTS = ["hello world", "  two  spaces ", "naïve 12 — 你好 🎉", "a\n\n\tb", "<turn>hello<eos>", ""]

@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 from reference_model import Reference
 
-from engine.models.bundled import FetchError, fetch_bundled
+from engine.cache import FetchError
 from engine.llm import LLM, Completion
+from engine.models.bundled import fetch_bundled
 from engine.request import SamplingParams
 from engine.step import StepOutput, StepPlan
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from engine.request import StructuredOutputsParams
 from engine.server.fields import Fields, RequestError
 from engine.server.structured_params import MAX_CHOICES, MAX_FORM, parse_form
-from engine.request import StructuredOutputsParams
 
 
 def parse(**body: Any) -> StructuredOutputsParams | None:

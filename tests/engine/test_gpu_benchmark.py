@@ -1,4 +1,4 @@
-"""``benchmarks/engine/gpu.py`` where there is no GPU: it says so, and its dry run goes through all of its code."""
+"""``benchmarks/engine/gpu.py`` without a GPU: it says so, and its dry run goes through all of its code."""
 
 from __future__ import annotations
 

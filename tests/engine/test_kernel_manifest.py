@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LINES: list[dict[str, Any]] = json.loads((ROOT / "benchmarks" / "kernel_manifest.json").read_text())[
-    "kernels"
-]
+LINES: list[dict[str, Any]] = json.loads(
+    (ROOT / "benchmarks" / "engine" / "kernel_manifest.json").read_text()
+)["kernels"]
 TARGETS = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 """Bytes of shared memory that a block may have."""
 

@@ -10,14 +10,14 @@ import torch
 from tiny_llama import make_request, run_step
 from tiny_models import CASES, VOCAB, save_tiny
 
-from engine.models.bundled import fetch_bundled
 from engine.config import ConfigError, EngineConfig, KVCacheDtype
 from engine.core import EngineCore
 from engine.kernels.cpu import TorchKernels
 from engine.kernels.host import HostBlocks, block_tensors
-from engine.kv.kv_format import _FP8, AUTO, KV_FORMATS, _widen_fp8, kv_format
 from engine.kv.kv_cache import plan_memory
+from engine.kv.kv_format import _FP8, AUTO, KV_FORMATS, _widen_fp8, kv_format
 from engine.llm import LLM
+from engine.models.bundled import fetch_bundled
 from engine.request import Request, SamplingParams
 from engine.runner import ModelRunner
 from engine.step import StepResult

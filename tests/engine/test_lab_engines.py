@@ -9,14 +9,14 @@ import pytest
 import torch
 from tiny_llama import VOCAB, write_config
 
+from engine.baselines.occupancy import Occupancy
+from engine.baselines.two_track import TwoTrackScheduler
 from engine.config import ConfigError, EngineConfig
 from engine.core import EngineCore
 from engine.explain.explain import explain
 from engine.explain.explain_input import ExplainError, read_config, read_requests
 from engine.explain.explain_table import budget_bar, describe_events, describe_setup
 from engine.kernels.host import HostBlocks, block_tensors
-from engine.baselines.occupancy import Occupancy
-from engine.baselines.two_track import TwoTrackScheduler
 from engine.request import Request, SamplingParams
 
 SIZES = [(5 + 3 * place, 3 + 7 * place % 30) for place in range(14)]

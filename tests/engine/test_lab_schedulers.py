@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scheduler_lab import ShadowKV, shares
 
+from engine.baselines.two_track import TwoTrackScheduler
 from engine.config import ConfigError, EngineConfig
 from engine.core import Scheduler, make_scheduler
-from engine.baselines.two_track import TwoTrackScheduler
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.step import AdmissionStop, StepOutput, StepPlan, StepResult
 

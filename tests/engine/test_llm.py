@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from tiny_llama import VOCAB, save_tiny_llama
 
-from engine.models.bundled import FetchError, fetch_bundled
+from engine.cache import FetchError
 from engine.config import ConfigError
 from engine.llm import LLM
+from engine.models.bundled import fetch_bundled
 from engine.request import SamplingParams
 from engine.step import StepOutput, StepPlan
 

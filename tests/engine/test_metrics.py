@@ -14,8 +14,8 @@ from serving_kit import HashRunner
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.metrics.prometheus import PrometheusMetrics, token_buckets
-from engine.request import Request, RequestStatus, SamplingParams
 from engine.metrics.stats import FinishedStats, StepStats
+from engine.request import Request, RequestStatus, SamplingParams
 from engine.step import StepPlan, StepResult
 
 SCRAPES = Path(__file__).parents[2].parent / "shared" / "scrapes"

@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.kernels.cpu import TorchKernels
 from engine.kernels.native import NativeKernels
 from engine.kernels.split import SplitKernels
-from engine.models.model_config import load_model_config
+from engine.models.checkpoint import load_model_config
 from engine.request import Request
 from engine.runner import ModelRunner
 from engine.step import StepResult

@@ -14,9 +14,8 @@ from engine.kernels.base import AttentionShape, Batch, Kernels
 from engine.kernels.cpu import TorchKernels
 from engine.kernels.int8 import Int8Linear, quantise_rows
 from engine.kernels.native import NativeKernels, NativeLinear, NativeUnavailable, supports
+from engine.models.checkpoint import load_model_config, open_checkpoint
 from engine.models.model import Decoder, Workspace, attention_shape, layer_rope_tables, load_decoder
-from engine.models.model_config import load_model_config
-from engine.models.weights import open_checkpoint
 
 SHAPE = AttentionShape(1, 1, 32, 16, 1.0)
 TABLES = torch.ones(4, 16), torch.zeros(4, 16)

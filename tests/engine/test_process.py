@@ -14,8 +14,8 @@ import pytest
 from serving_kit import make_model, process_alive
 
 from engine.config import EngineConfig
-from engine.server.process import EngineDeadError, EngineInfo, EngineProcess, EngineStartError, Stepped
 from engine.request import Request, RequestStatus, SamplingParams
+from engine.server.process import EngineDeadError, EngineInfo, EngineProcess, EngineStartError, Stepped
 
 
 @pytest.fixture(scope="module")

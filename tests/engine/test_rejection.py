@@ -11,8 +11,8 @@ from sampling_definition import kept_by_definition
 from scipy.stats import chisquare
 
 from engine.request import Request, SamplingParams
-from engine.sampling.sampler import Drawn, Sampler, SampleRow, seeded_uniform
 from engine.sampling.rejection import verify
+from engine.sampling.sampler import Drawn, Sampler, SampleRow, seeded_uniform
 
 VOCAB = 12
 TRIALS = 3_000

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 from scheduler_lab import Lab, shares
 
-from engine.request import RequestStatus
+from engine.request import Gate, GateError, RequestStatus
 from engine.step import AdmissionStop
-from engine.scheduling.waiting import Gate, GateError
 
 
 class Door(Gate):

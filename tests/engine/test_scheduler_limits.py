@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from scheduler_lab import Lab, shares
 from test_invariants import Run, Spec, configs, many, without_aborts, workloads
 
-from engine.scheduling.budget import StepBudget
 from engine.config import ConfigError, EngineConfig, SpeculativeConfig
 from engine.explain.explain import explain
 from engine.explain.explain_input import read_config, read_requests
 from engine.request import RequestStatus
+from engine.scheduling.budget import StepBudget
 from engine.scheduling.scheduler import UnifiedScheduler
 from engine.step import PLACEHOLDER_TOKEN_ID, AdmissionStop, StepPlan
 

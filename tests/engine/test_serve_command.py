@@ -51,7 +51,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(arguments)
         return 0
 
-    monkeypatch.setattr(engine.server, "serve", serve)
+    monkeypatch.setattr(engine.server.server, "serve", serve)
     return calls
 
 
@@ -151,7 +151,9 @@ def test_refusals(started: list[tuple[Any, ...]], line: list[str], words: str) -
 
 def test_the_http_side_does_without_torch() -> None:
     """It has to be up by the time the engine is; and two copies of torch are one too many."""
-    probe = "import sys, engine.server.service; print(*{'torch', 'transformers', 'fastapi'} & set(sys.modules))"
+    probe = (
+        "import sys, engine.server.service; print(*{'torch', 'transformers', 'fastapi'} & set(sys.modules))"
+    )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
 

@@ -12,10 +12,10 @@ from serving_kit import HTTP, Server, make_model, serving, wait_until
 
 from engine.llm import LLM
 from engine.request import SamplingParams
-from loadgen.plan.arrivals import ClosedLoop
-from loadgen.wire.client import ClientOptions, run_schedule
 from loadgen.measure.stats import elsewhere
+from loadgen.plan.arrivals import ClosedLoop
 from loadgen.plan.workload import preset
+from loadgen.wire.client import ClientOptions, run_schedule
 
 KEY = {"authorization": "Bearer key"}
 PROMPT = "x" * 64

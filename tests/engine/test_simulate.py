@@ -22,8 +22,8 @@ from engine.sim.simulate import (
     drive,
     own_prompt,
 )
-from engine.step import StepOutput, StepPlan
 from engine.sim.step_times import StepTimes
+from engine.step import StepOutput, StepPlan
 
 SIZE = ModelSize(weights_bytes=0, kv_bytes_per_token=1, max_model_len=256)
 SECOND = StepTimes(launch=1.0)

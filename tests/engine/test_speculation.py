@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from engine.config import SpeculativeConfig
-from engine.spec.ngram import NgramProposer
 from engine.sampling.rejection import accept
+from engine.spec.ngram import NgramProposer
 
 
 def proposer(k: int, low: int, high: int, max_model_len: int = 1000) -> NgramProposer:

@@ -226,10 +226,10 @@ def test_it_is_taken_by_nearly_every_token_of_an_ordinary_load(
         taken["appended"] += len(requests)
         return append_tokens(requests, token_ids)
 
-    monkeypatch.setattr(engine.scheduler, "plan_decodes", planned)
-    monkeypatch.setattr(engine.scheduler, "plan_decodes_ahead", planned_ahead)
-    monkeypatch.setattr(engine.scheduler, "drop_ended", settled)
-    monkeypatch.setattr(engine.scheduler, "append_tokens", appended)
+    monkeypatch.setattr(engine.scheduling.scheduler, "plan_decodes", planned)
+    monkeypatch.setattr(engine.scheduling.scheduler, "plan_decodes_ahead", planned_ahead)
+    monkeypatch.setattr(engine.scheduling.scheduler, "drop_ended", settled)
+    monkeypatch.setattr(engine.scheduling.scheduler, "append_tokens", appended)
     workload = Workload(0, steady=True, num_blocks=400, max_num_seqs=32, async_scheduling=ahead)
     lab, chance, emitted, steps = workload.lab, random.Random(0), 0, 0
     while lab.num_added < 120 or lab.scheduler.has_unfinished:

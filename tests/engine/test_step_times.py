@@ -8,15 +8,15 @@ from dataclasses import replace
 import pytest
 from llama_8b import CONFIG
 
-from engine.sim.calibrate import WAVES, calibrate, median_error
 from engine.config import EngineConfig
-from engine.sim.devices import DEVICES, H100_SXM, Sizes, roofline
 from engine.models.model_config import ModelConfig
 from engine.request import Request, SamplingParams
+from engine.sim.calibrate import WAVES, calibrate, median_error
+from engine.sim.devices import DEVICES, H100_SXM, Sizes, roofline
 from engine.sim.simulate import ModelSize, SimulatedRunner, VirtualClock
-from engine.step import Rows, StepPlan
 from engine.sim.step_log import RecordingRunner
 from engine.sim.step_times import GROUP, StepLoad, StepSample, StepTimes, draw, fit_step_times, grouped
+from engine.step import Rows, StepPlan
 
 TRUE = StepTimes(
     host=2e-4,

@@ -14,8 +14,9 @@ import openai
 import pytest
 from serving_kit import HTTP, Server, make_model, serving
 
-from engine.models.bundled import FetchError, fetch_bundled
+from engine.cache import FetchError
 from engine.llm import LLM, Completion
+from engine.models.bundled import fetch_bundled
 from engine.request import SamplingParams, StructuredOutputsParams
 
 SCHEMA = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from serving_kit import EOS, make_model
 
-from engine.request import RequestStatus, SamplingParams
-from engine.step import RequestOutput, TokenLogprobs
-from engine.server.text_stream import Piece, TextStream
 from engine.models.tokenizer import Tokenizer
+from engine.request import RequestStatus, SamplingParams
+from engine.server.text_stream import Piece, TextStream
+from engine.step import RequestOutput, TokenLogprobs
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from engine.models.bundled import FetchError, fetch_bundled
+from engine.cache import FetchError
+from engine.models.bundled import fetch_bundled
 from engine.models.model_error import ModelError
 from engine.models.tokenizer import ChatTemplateError, IncrementalDetokenizer, Tokenizer
 
@@ -63,7 +64,8 @@ def test_equals_transformers(bundled: Path, tokenizer: Tokenizer) -> None:
 
 def test_transformers_and_torch_are_not_imported() -> None:
     code = (
-        "import sys; from engine.models.tokenizer import Tokenizer; from engine.models.bundled import fetch_bundled;"
+        "import sys; from engine.models.tokenizer import Tokenizer; "
+        "from engine.models.bundled import fetch_bundled;"
         "from engine.models.model_config import load_model_config;"
         "path = fetch_bundled(); t = Tokenizer.load(path); t.encode('x'); load_model_config(path);"
         "t.apply_chat_template([{'role': 'user', 'content': 'x'}]);"

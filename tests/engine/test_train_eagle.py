@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from tiny_llama import save_tiny_llama
 
-from engine.models.bundled import FetchError, fetch_bundled
+from engine.cache import FetchError
+from engine.models.bundled import fetch_bundled
 from engine.training.train_eagle import main, prompts
 
 

@@ -8,12 +8,12 @@ import pytest
 from llama_8b import CONFIG
 
 from engine.config import GIB, ConfigError
-from engine.sim.devices import DEVICES
 from engine.models.model_config import ModelConfig
 from engine.request import SamplingParams
+from engine.sim.devices import DEVICES
+from engine.sim.server import ACCEPTANCE, RESERVED, SimulatedServer, Simulation, on_device, on_times
 from engine.sim.simulate import TimedRequest, own_prompt
 from engine.sim.step_times import StepTimes
-from engine.sim.server import ACCEPTANCE, RESERVED, SimulatedServer, Simulation, on_device, on_times
 
 LLAMA_8B = ModelConfig.from_hf(CONFIG)
 

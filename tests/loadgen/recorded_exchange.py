@@ -6,10 +6,10 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from loadgen.wire.completion import parse_exchange
 from loadgen.measure.record import ClientStats, Failure, Records, RequestRecord
-from loadgen.wire.messages import End, Exchange
 from loadgen.plan.workload import PlannedRequest
+from loadgen.wire.completion import parse_exchange
+from loadgen.wire.messages import End, Exchange
 
 MS = 1_000_000
 HEAD = (

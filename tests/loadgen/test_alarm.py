@@ -5,8 +5,8 @@ from time import monotonic_ns
 
 import pytest
 
-from loadgen.wire.timerfd import Alarm
 from loadgen.wire.driver import event_loop
+from loadgen.wire.timerfd import Alarm
 
 
 async def ring(delays_ms: list[float], *, timerfd: bool) -> list[tuple[int, int]]:

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from recorded_exchange import record, records
 
-from loadgen.sim import calibration
 from loadgen.measure.record import RequestRecord
+from loadgen.sim import calibration
 
 
 def test_waves_fit_into_the_server_that_they_are_for() -> None:

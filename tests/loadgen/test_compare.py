@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from made_runs import records
 
-from loadgen.plan.arrivals import ClosedLoop
 from loadgen.compare import COUNTS, Comparison, Incomparable, Pair, compare, compare_runs
 from loadgen.measure.record import Records
-from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
+from loadgen.plan.arrivals import ClosedLoop
 from loadgen.plan.workload import Schedule, preset
+from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
 
 METRICS = ("itl_p50", "ttft_p95", "throughput", "failed")
 MS = 1_000_000

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded_exchange import DONE, HEAD, MS, delta, event, exchange, parse, planned, records, text, usage
 
-from loadgen.wire.completion import _Delta, allot_tokens, parse_exchange
 from loadgen.measure.record import Failure
-from loadgen.measure.stats import e2e, max_stall, tpot, ttft
+from loadgen.measure.stats import Summary, e2e, max_stall, tpot, ttft
+from loadgen.wire.completion import _Delta, allot_tokens, parse_exchange
 from loadgen.wire.messages import End, Exchange
 
 PLAIN = [
@@ -88,7 +88,7 @@ def test_four_tokens_a_chunk() -> None:
     assert record.chunk_tokens == (4, 4, 4, 4, 4)
     assert tpot(record) == pytest.approx(0.010)
     assert max_stall(record) == pytest.approx(0.040)
-    summary = records([record]).summary()
+    summary = Summary(records([record]))
     assert summary.distribution("itl").rank(0.5) == pytest.approx(0.010)
     assert summary.distribution("itl").count == 16
     assert summary.distribution("inter_chunk").rank(0.5) == pytest.approx(0.040)

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 from mock_sse_server import MockServer, running
 
-from loadgen.plan.arrivals import Arrival, ClosedLoop, Constant
-from loadgen.wire.client import ClientOptions, run_schedule
-from loadgen.plan.datasets import Dataset, Turn
 from loadgen.measure.record import Failure, Records
+from loadgen.plan.arrivals import Arrival, ClosedLoop, Constant
+from loadgen.plan.datasets import Dataset, Turn
 from loadgen.plan.workload import Schedule
+from loadgen.wire.client import ClientOptions, run_schedule
 
 PAUSE = 0.02
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servers.flags.command import KINDS, FlagError, parse_command, render
+from servers.flags.command import parse_command
+from servers.flags.words import KINDS, FlagError, render
 
 
 @pytest.mark.parametrize(

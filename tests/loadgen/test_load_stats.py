@@ -101,7 +101,7 @@ def test_intervals_of_gaps_know_that_gaps_of_one_request_go_together() -> None:
 
 def test_a_small_run_in_full() -> None:
     """Five requests of 5 tokens, 10 ms apart, first token after 100 ms."""
-    summary = records([record(k, float(k)) for k in range(5)]).summary()
+    summary = Summary(records([record(k, float(k)) for k in range(5)]))
     assert summary.value("ttft_p50") == pytest.approx(0.1)
     assert summary.value("tpot_p50") == pytest.approx(0.01)
     assert summary.value("itl_p50") == pytest.approx(0.01)
@@ -120,7 +120,7 @@ def test_itl_is_token_weighted_and_inter_chunk_is_not() -> None:
     """4 tokens every 40 ms, and one gap of 100 ms with one token."""
     at = tuple(round(ms * 1e6) for ms in (100, 140, 180, 280))
     one = RequestRecord(0, "a", 0, 0, at[-1], at, (4, 4, 4, 1), completion_tokens=13, max_tokens=13)
-    summary = records([one]).summary()
+    summary = Summary(records([one]))
     itl, chunk = summary.distribution("itl"), summary.distribution("inter_chunk")
     assert sorted(zip(itl.values.tolist(), itl.weights.tolist(), strict=True)) == [
         (0.01, 4),
@@ -132,7 +132,7 @@ def test_itl_is_token_weighted_and_inter_chunk_is_not() -> None:
 
 
 def test_latency_runs_from_the_intended_time_and_service_latency_from_sending() -> None:
-    summary = records([record(k, float(k), first_s=0.5, late_s=0.4) for k in range(6)]).summary()
+    summary = Summary(records([record(k, float(k), first_s=0.5, late_s=0.4) for k in range(6)]))
     assert summary.value("ttft_p50") == pytest.approx(0.5)
     assert summary.value("service_ttft_p50") == pytest.approx(0.1)
     assert summary.value("service_e2e_p50") == pytest.approx(0.14)
@@ -141,7 +141,7 @@ def test_latency_runs_from_the_intended_time_and_service_latency_from_sending() 
 
 def test_only_requests_intended_in_the_window_count() -> None:
     made = [record(k, float(k), first_s=k) for k in range(10)]
-    summary = records(made, window=(2.0, 6.0)).summary()
+    summary = Summary(records(made, window=(2.0, 6.0)))
     assert summary.count("ttft_p50") == 5
     assert summary.distribution("ttft").values.tolist() == [2, 3, 4, 5, 6]
 
@@ -149,7 +149,7 @@ def test_only_requests_intended_in_the_window_count() -> None:
 def test_throughput_counts_the_tokens_that_arrive_in_the_window() -> None:
     """One request starts before the window and ends in it, one ends after it."""
     early, late = record(0, 0.0, first_s=0.9, gap_s=0.1), record(1, 1.5, first_s=0.1, gap_s=0.3)
-    summary = records([early, late], window=(1.0, 2.0)).summary()
+    summary = Summary(records([early, late], window=(1.0, 2.0)))
     assert summary.value("throughput") == pytest.approx(4 + 2)
 
 
@@ -159,14 +159,14 @@ def test_tokens_cut_off_by_the_end_of_the_run_were_work_and_tokens_of_failures_w
         record(1, 0.0, failure=Failure.CANCELLED),
         record(2, 0.0, failure=Failure.TOKEN_COUNT),
     ]
-    summary = records(made, window=(0.0, 1.0)).summary()
+    summary = Summary(records(made, window=(0.0, 1.0)))
     assert summary.value("throughput") == 10
     assert (summary.value("measured"), summary.value("completed"), summary.value("failed")) == (2, 1, 1)
 
 
 def test_failed_requests_pull_every_percentile_up() -> None:
     made = [record(k, 0.0) for k in range(90)] + [record(k, 0.0, failure=Failure.STALLED) for k in range(10)]
-    summary = records(made, window=(0.0, 1.0)).summary()
+    summary = Summary(records(made, window=(0.0, 1.0)))
     assert summary.value("ttft_p90") == pytest.approx(0.1)
     assert summary.value("ttft_p95") == math.inf
     assert summary.value("ttft_mean") == pytest.approx(0.1)
@@ -174,7 +174,7 @@ def test_failed_requests_pull_every_percentile_up() -> None:
 
 def test_the_gaps_a_failed_request_never_delivered_are_infinite() -> None:
     broken = RequestRecord(0, "a", 0, 0, 10, (1, 2, 3), (1, 1, 1), failure=Failure.STALLED, max_tokens=10)
-    itl = records([broken]).summary().distribution("itl")
+    itl = Summary(records([broken])).distribution("itl")
     assert itl.count == 9
     assert itl.weights[np.isinf(itl.values)].sum() == 7
 
@@ -183,14 +183,14 @@ def test_goodput_wants_every_bound_met_by_the_same_request() -> None:
     made = [record(k, 0.5, first_s=0.1 * (k + 1), gap_s=0.1 / (k + 1)) for k in range(4)]
     made.append(record(4, 0.5, failure=Failure.REFUSED, tokens=0))
     run = records(made, window=(0.0, 1.0))
-    assert run.summary().value("goodput") == 4
-    assert run.summary([Bound("ttft", 0.25)]).value("goodput") == 2
-    assert run.summary([Bound("ttft", 0.35), Bound("tpot", 0.06)]).value("goodput") == 2
-    assert run.summary([Bound("ttft", 0.0, cls="other")]).value("goodput") == 4
+    assert Summary(run).value("goodput") == 4
+    assert Summary(run, [Bound("ttft", 0.25)]).value("goodput") == 2
+    assert Summary(run, [Bound("ttft", 0.35), Bound("tpot", 0.06)]).value("goodput") == 2
+    assert Summary(run, [Bound("ttft", 0.0, cls="other")]).value("goodput") == 4
 
 
 def test_a_request_of_one_token_has_no_gap_to_miss() -> None:
-    summary = records([record(0, 0.5, tokens=1)], window=(0.0, 1.0)).summary([Bound("itl", 1e-9)])
+    summary = Summary(records([record(0, 0.5, tokens=1)], window=(0.0, 1.0)), [Bound("itl", 1e-9)])
     assert summary.value("goodput") == 1
     assert summary.count("tpot_p50") == 0
     assert math.isnan(summary.value("tpot_mean"))
@@ -198,7 +198,7 @@ def test_a_request_of_one_token_has_no_gap_to_miss() -> None:
 
 def test_every_figure_also_by_class() -> None:
     made = [record(k, 0.1 * k, first_s=0.1 if k % 2 else 1.0, cls="ab"[k % 2]) for k in range(40)]
-    summary = records(made).summary()
+    summary = Summary(records(made))
     assert summary.value("ttft_p50", "b") == pytest.approx(0.1)
     assert summary.value("ttft_p50", "a") == pytest.approx(1.0)
     assert summary.value("throughput", "a") == summary.value("throughput") / 2
@@ -211,12 +211,12 @@ def test_every_figure_also_by_class() -> None:
 @pytest.mark.parametrize("name", ["ttft", "ttft_p", "latency_p50", "itl_q99", "p50", ""])
 def test_unknown_figures_are_refused(name: str) -> None:
     with pytest.raises(KeyError, match="unknown figure"):
-        records([]).summary().value(name)
+        Summary(records([])).value(name)
 
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_an_empty_run_has_no_figures_and_no_crash(metric: str) -> None:
-    summary = records([]).summary()
+    summary = Summary(records([]))
     assert math.isnan(summary.value(f"{metric}_p50"))
     assert math.isnan(summary.value(f"{metric}_mean"))
     assert all(math.isnan(end) for end in summary.interval(f"{metric}_p50"))

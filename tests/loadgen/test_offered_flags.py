@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from servers.flags.offered_flags import OfferedFlags, parse_help, read_offered_flags
 from loadgen.targets.server import ServerTarget
+from servers.flags.offered_flags import OfferedFlags, parse_help, read_offered_flags
 
 VLLM = """usage: vllm serve [model_tag] [options]
 

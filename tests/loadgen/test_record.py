@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from recorded_exchange import HEALTHY, record, records
 
-from loadgen.measure.record import Failure, Records, RecordsError, write_atomically
+from loadgen.measure.record import Failure, Records, RecordsError
+from loadgen.measure.stats import frame
+from servers.files import write_atomically
 
 
 def run() -> Records:
@@ -87,14 +89,14 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path)
 
 
 def test_frame() -> None:
-    frame = run().frame()
-    assert len(frame) == 10
-    assert frame.loc[0, "ttft"] == pytest.approx(0.1)
-    assert frame.loc[0, "class"] == "a"
-    assert frame["ttft"].isna().sum() == 2
-    assert frame.loc[3, "failure"] == "rate limited"
-    assert bool(frame.loc[0, "in_window"])
-    assert records([]).frame().empty
+    table = frame(run())
+    assert len(table) == 10
+    assert table.loc[0, "ttft"] == pytest.approx(0.1)
+    assert table.loc[0, "class"] == "a"
+    assert table["ttft"].isna().sum() == 2
+    assert table.loc[3, "failure"] == "rate limited"
+    assert bool(table.loc[0, "in_window"])
+    assert frame(records([])).empty
 
 
 @pytest.mark.parametrize(

@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 from mock_sse_server import MockServer, running
 
-from loadgen.plan.arrivals import ClosedLoop, Constant
-from loadgen.wire.client import ClientOptions, run_schedule
-from loadgen.plan.datasets import Dataset, Turn
-from loadgen.wire.http1 import MalformedResponse, RequestFraming
-from loadgen.wire.probe import Url, reach
-from loadgen.recording.proxy import Passage, Proxy
 from loadgen.measure.record import Failure
-from loadgen.recording.recorder import Prefixes, Recorder
+from loadgen.plan.arrivals import ClosedLoop, Constant
+from loadgen.plan.datasets import Dataset, Turn
 from loadgen.plan.trace_formats import read_trace
 from loadgen.plan.workload import preset
+from loadgen.recording.proxy import Passage, Proxy
+from loadgen.recording.recorder import Prefixes, Recorder
+from loadgen.wire.client import ClientOptions, run_schedule
+from loadgen.wire.http1 import MalformedResponse, RequestFraming
+from loadgen.wire.probe import Url, reach
 
 INLINE = ClientOptions(workers=0, timeout=30)
 

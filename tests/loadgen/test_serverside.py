@@ -10,11 +10,12 @@ import pytest
 from made_runs import records
 from recorded_exchange import event, exchange, planned, text
 
-from loadgen.wire.completion import parse_exchange
-from loadgen.output.html import html
 from loadgen.measure.record import Failure, Records
-from loadgen.output.report import markdown, part_rows
 from loadgen.measure.serverside import samples, timeline
+from loadgen.measure.stats import Summary
+from loadgen.output.html import html
+from loadgen.output.report import markdown, part_rows
+from loadgen.wire.completion import parse_exchange
 
 SCRAPE = """# TYPE vllm:num_requests_running gauge
 vllm:num_requests_running{{engine="0"}} {running}
@@ -84,7 +85,7 @@ def told_run() -> Records:
 
 
 def test_the_parts_of_a_ttft_add_up_to_it() -> None:
-    summary = told_run().summary()
+    summary = Summary(told_run())
     parts = [summary.value(f"{part}_mean") for part in ("lateness", "queue", "prefill", "elsewhere")]
     assert parts[:3] == [0.0, pytest.approx(0.010), pytest.approx(0.030)]
     assert sum(parts) == pytest.approx(summary.value("ttft_mean"))
@@ -96,15 +97,15 @@ def test_the_parts_of_a_ttft_add_up_to_it() -> None:
 
 
 def test_without_a_word_from_the_server_there_is_no_table_of_parts() -> None:
-    assert list(part_rows(records().summary())) == []
+    assert list(part_rows(Summary(records()))) == []
     assert "in prefill" not in markdown(records())
-    assert math.isnan(records().summary().value("queue_p50"))
+    assert math.isnan(Summary(records()).value("queue_p50"))
 
 
 def test_failed_requests_have_no_infinite_queue() -> None:
     run = told_run()
     first = replace(run.requests[0], failure=Failure.REFUSED, server_queue=None, server_prefill=None)
-    summary = replace(run, requests=(first, *run.requests[1:])).summary()
+    summary = Summary(replace(run, requests=(first, *run.requests[1:])))
     assert summary.count("queue_p50") == 59
     assert summary.value("queue_p50") == pytest.approx(0.010)
 

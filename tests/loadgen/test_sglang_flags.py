@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from servers.flags.command import FlagError, parse_command
-from servers.flags.sglang_flags import NAMES, from_sglang, render_sglang, to_sglang
 from loadgen.target import StartFailed
 from loadgen.targets.server import ServerTarget, server_kind
+from servers.flags.command import parse_command
+from servers.flags.sglang_flags import NAMES, from_sglang, render_sglang, to_sglang
+from servers.flags.words import FlagError
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 import engine.sim.server
 import vtune_cli
 from engine.core import make_scheduler
-from loadgen.plan.arrivals import ClosedLoop, Poisson
 from loadgen.measure.record import Records
+from loadgen.measure.stats import Summary
+from loadgen.plan.arrivals import ClosedLoop, Poisson
+from loadgen.plan.workload import Schedule, preset
 from loadgen.target import StartFailed
 from loadgen.targets.simulated import SimulatedTarget
-from loadgen.plan.workload import Schedule, preset
 
 CONFIG = {**llama_8b.CONFIG, "_name_or_path": "some/llama-8b"}
 
@@ -76,7 +77,7 @@ def test_a_step_takes_what_the_roofline_says(target: SimulatedTarget) -> None:
 
 def test_flags_change_what_they_should(target: SimulatedTarget) -> None:
     schedule = load(rate=40, count=150, workload="mixed")
-    small, large = (run(target, schedule, max_num_batched_tokens=n).summary() for n in (1024, 16_384))
+    small, large = (Summary(run(target, schedule, max_num_batched_tokens=n)) for n in (1024, 16_384))
     assert small.value("itl_p99") < large.value("itl_p99") / 2
 
 
@@ -110,7 +111,7 @@ def test_steps_taken_together_leave_the_records_of_single_ones(
             return server.run(schedule, **options), server.parts, server.scrape()
 
     together = measured()
-    monkeypatch.setattr(engine.virtual, "_make_scheduler", make_scheduler)
+    monkeypatch.setattr(engine.sim.server, "_make_scheduler", make_scheduler)
     assert together == measured()
 
 
@@ -131,7 +132,7 @@ def test_they_do_so_where_what_steps_take_was_measured(
 
     together = measured()
     assert together != measured(seed=1)
-    monkeypatch.setattr(engine.virtual, "_make_scheduler", make_scheduler)
+    monkeypatch.setattr(engine.sim.server, "_make_scheduler", make_scheduler)
     assert together == measured()
     gaps = {round((b - a) / 1e6) for request in together.requests for a, b in pairwise(request.chunk_at)}
     assert min(gaps) == 0

@@ -11,10 +11,11 @@ import pytest
 from made_runs import records
 from scipy.stats import t
 
-from loadgen.measure.record import Records
-from servers.slo.bounds import parse_bounds
-from loadgen.measure.sweep import PRIOR_RUNS, SPREAD, Capacity, Sweep, SweepError
 from loadgen.commands.sweep_command import conclusions, table, to_json
+from loadgen.measure.record import Records
+from loadgen.measure.stats import Summary
+from loadgen.measure.sweep import PRIOR_RUNS, SPREAD, Capacity, Sweep, SweepError
+from servers.slo.bounds import parse_bounds
 
 BOUND = parse_bounds("itl_p50<20ms")
 
@@ -75,7 +76,7 @@ def test_levels_share_one_estimate_of_the_spread() -> None:
     found = Sweep(server(steady, noise=0.5), BOUND).curve([1.0, 2.0, 3.0, 4.0], repeats=2)
     widths = [level.estimates[0].high / level.estimates[0].low for level in found.levels]
     assert widths == pytest.approx([widths[0]] * 4)
-    figures = np.log([[run.summary().value("itl_p50") for run in level.runs] for level in found.levels])
+    figures = np.log([[Summary(run).value("itl_p50") for run in level.runs] for level in found.levels])
     squares = PRIOR_RUNS * SPREAD**2 + ((figures - figures.mean(axis=1, keepdims=True)) ** 2).sum()
     half = t.ppf(0.975, PRIOR_RUNS + 4) * math.sqrt(squares / (PRIOR_RUNS + 4) / 2)
     assert math.log(widths[0]) == pytest.approx(2 * half)

@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from loadgen.plan.arrivals import ClosedLoop
-from servers.flags.command import FlagError
+from loadgen.plan.workload import Schedule, preset
 from loadgen.target import AtOnce, RunFailed, StartFailed
 from loadgen.targets import server as server_module
 from loadgen.targets.endpoint import EndpointTarget
-from servers.logs.failures import classify
 from loadgen.targets.server import ServerTarget, free_port
-from loadgen.plan.workload import Schedule, preset
+from servers.flags.words import FlagError
+from servers.logs.failures import classify
 
 FAKE = Path(__file__).parents[1] / "fake_server.py"
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from recorded_exchange import HEALTHY, record, records
 
+from loadgen.measure.backlog import backlog
 from loadgen.measure.record import Failure, Records, RequestRecord
-from loadgen.measure.run_validity import backlog, judge
+from loadgen.measure.run_validity import judge
 from loadgen.measure.window import in_flight, measured_window
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from loadgen.plan.arrivals import ClosedLoop, Constant
 from loadgen.measure.record import Failure, Records
+from loadgen.plan.arrivals import ClosedLoop, Constant
+from loadgen.plan.workload import Length, PlannedRequest, RequestClass, Schedule, Workload
 from loadgen.sim.routing import (
     LeastLoadedRoute,
     LengthPooledRoute,
@@ -20,7 +21,6 @@ from loadgen.sim.routing import (
 )
 from loadgen.sim.virtual import VirtualClient, records_of
 from loadgen.sim.virtual_server import Answer, Answers
-from loadgen.plan.workload import Length, PlannedRequest, RequestClass, Schedule, Workload
 
 STEP = 0.1
 ROOM = 1000

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from loadgen.plan.arrivals import Poisson
 from loadgen.commands.options import Load
+from loadgen.plan.arrivals import Poisson
 from loadgen.plan.workload import WorkloadError, preset
 from loadgen.plan.workload_file import is_file, read_workload, workload_of
 from vtune_cli import app

@@ -13,8 +13,8 @@ import yaml
 from pages import ROOT
 
 import vtune_cli
-from tuner.study.budget import parse_seconds
 from servers.slo.objective import parse_slo
+from tuner.study.budget import parse_seconds
 from tuner.workers.storage import mask
 
 EXAMPLES = ROOT / "docs" / "examples"

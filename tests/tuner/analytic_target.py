@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from loadgen.measure.record import ClientStats, Failure, Records, RequestRecord
-from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
 from loadgen.plan.workload import PlannedRequest, Schedule
+from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
 from tuner.runs.result import Measurement, Reading
 from tuner.runs.scrape import ENOUGH
 

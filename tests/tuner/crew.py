@@ -18,14 +18,14 @@ import scipy.stats  # noqa: F401 - here, and not in every fork
 import sqlalchemy
 from analytic_target import AnalyticTarget
 
-import tuner.study.trial as trial_module
 import tuner.report.study_result as verdict_module
+import tuner.study.trial as trial_module
 from loadgen.target import OpenTarget
-from tuner.runs.interrupts import Interrupts
+from servers.slo.objective import parse_slo
 from tuner.job.job import Job
+from tuner.runs.interrupts import Interrupts
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
-from servers.slo.objective import parse_slo
 from tuner.study.trial import Bench
 from tuner.workers.coordination import SharedCrew
 from tuner.workers.machine import Machine

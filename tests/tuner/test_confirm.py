@@ -6,12 +6,12 @@ from analytic_target import AnalyticTarget
 
 from loadgen.compare import compare
 from loadgen.measure.record import Records
-from servers.slo.bounds import Bound
 from loadgen.plan.workload import Length, RequestClass, Workload, preset
-from tuner.study.confirmation import GUARD, Change, Pooled, assess, holds, judge
+from servers.slo.bounds import Bound
+from servers.slo.objective import PRESETS, parse_slo
 from tuner.runs.load import Load, span
 from tuner.runs.result import Reading
-from servers.slo.objective import PRESETS, parse_slo
+from tuner.study.confirmation import GUARD, Change, Pooled, assess, holds, judge
 
 LOAD = Load(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)
 BASELINE, BEST = {"max_num_batched_tokens": 2048}, {"max_num_batched_tokens": 512}

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tuner.study.dynamic import Curve, advise, advised, crossing, regimes, to_json
 from tuner.runs.result import Reading
+from tuner.study.dynamic import Curve, advise, advised, crossing, regimes, to_json
 
 LOADS = (1.0, 4.0, 16.0)
 SPECULATION = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}

@@ -27,16 +27,17 @@ from rich.console import Console
 import tuner.report.report as report_module
 import tuner.report.study_result as verdict_module
 from loadgen.measure.clock import UnixClock
-from loadgen.measure.record import Records, write_atomically
+from loadgen.measure.record import Records
 from loadgen.target import CLIENT_KILLED, RunFailed, StartFailed
 from loadgen.targets.scraper import Scraper
 from loadgen.targets.server import ServerTarget
-from tuner.runs.interrupts import Interrupts
+from servers.files import write_atomically
+from servers.slo.objective import parse_slo
 from tuner.job.job import Job
+from tuner.runs.interrupts import Interrupts
+from tuner.runs.load import Load
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
-from tuner.runs.load import Load
-from servers.slo.objective import parse_slo
 from tuner.study.trial import Bench, ClientKilled, Criteria, SetupFailed
 from tuner.workers.coordination import Pulse
 from tuner.workers.local_workers import LocalWorker, LocalWorkers, WorkersError, shares

@@ -10,15 +10,15 @@ import optuna
 import pytest
 from llama_8b import CONFIG
 
-from servers.slo.bounds import parse_bounds
 from loadgen.targets.simulated import SimulatedTarget
-from tuner.runs.interrupts import Interrupts
+from servers.slo.bounds import parse_bounds
+from servers.slo.objective import parse_slo
 from tuner.job.job import Job
+from tuner.runs.findings import TrialFinding, examine, objectives
+from tuner.runs.interrupts import Interrupts
+from tuner.runs.result import TrialResult
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
-from tuner.runs.findings import TrialFinding, examine, objectives
-from tuner.runs.result import TrialResult
-from servers.slo.objective import parse_slo
 from tuner.study.trial import Bench
 from tuner.workers.storage import open_study
 

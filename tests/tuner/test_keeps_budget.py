@@ -8,12 +8,12 @@ import pytest
 from analytic_target import AnalyticServer, AnalyticTarget
 
 from loadgen.target import RunFailed
-from tuner.runs.interrupts import Interrupts
+from servers.slo.objective import parse_slo
 from tuner.job.job import Job
+from tuner.runs.interrupts import Interrupts
+from tuner.space.space import config_key
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
-from servers.slo.objective import parse_slo
-from tuner.space.space import config_key
 from tuner.study.trial import PATIENCE_FACTOR, PATIENCE_SECONDS, Bench
 from tuner.workers.storage import open_study
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from servers.flags.memory_plan import MemoryPlan
 from servers.flags.offered_flags import OfferedFlags
 from tuner.space.knobs import KNOBS, default_of, knobs_of
-from servers.flags.memory_plan import MemoryPlan
 from tuner.space.space import (
     DRAFTS,
     SPECULATION,

@@ -18,17 +18,17 @@ from llama_8b import CONFIG
 from typer.testing import CliRunner
 
 from loadgen.measure.record import Records
-from loadgen.target import StartFailed
 from loadgen.plan.workload import Schedule
-from tuner.runs.interrupts import Interrupts
+from loadgen.target import StartFailed
+from servers.slo.objective import parse_slo
 from tuner.job.job import Job
+from tuner.report.facts import report_facts
+from tuner.report.report import write_report
+from tuner.runs.interrupts import Interrupts
+from tuner.runs.load import span
 from tuner.study.loads import compare_loads
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
-from tuner.report.facts import report_facts
-from tuner.report.report import write_report
-from tuner.runs.load import span
-from servers.slo.objective import parse_slo
 from tuner.study.trial import Bench
 from tuner.workers.storage import open_study
 from vtune_cli import app

@@ -8,12 +8,12 @@ import pytest
 from analytic_target import AnalyticTarget, dies_under_load, does_not_start, stall
 
 from loadgen.target import StartFailed
-from tuner.runs.interrupts import Interrupts
+from servers.slo.objective import parse_slo
 from tuner.job.job import Job
+from tuner.runs.interrupts import Interrupts
+from tuner.runs.result import BASELINE
 from tuner.study.observer import Observer
 from tuner.study.optimize import MAX_FAILURES, Optimizer
-from tuner.runs.result import BASELINE
-from servers.slo.objective import parse_slo
 from tuner.study.trial import Bench, SetupFailed
 from tuner.workers.storage import open_study
 

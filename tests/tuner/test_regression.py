@@ -14,16 +14,16 @@ from analytic_target import AnalyticTarget, does_not_start
 from llama_8b import CONFIG
 from typer.testing import CliRunner
 
-from tuner.runs.interrupts import Interrupts
+from servers.slo.objective import parse_slo
 from tuner.job.job import Job
+from tuner.report.facts import report_facts
+from tuner.report.report import Facts, write_report
+from tuner.report.reproduce import command_of
+from tuner.runs.interrupts import Interrupts
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
 from tuner.study.outcome import Outcome
 from tuner.study.regression import KEY, PreviousError, Recommendation, read_previous
-from tuner.report.facts import report_facts
-from tuner.report.report import Facts, write_report
-from tuner.report.reproduce import command_of
-from servers.slo.objective import parse_slo
 from tuner.study.trial import Bench
 from tuner.workers.storage import open_storage, open_study
 from vtune_cli import app

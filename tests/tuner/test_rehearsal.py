@@ -6,11 +6,11 @@ import pytest
 from analytic_target import AnalyticTarget
 
 from loadgen.plan.workload import preset
-from tuner.study.presimulation import Fate, Rehearsal, describe_fates
+from servers.slo.objective import PRESETS
 from tuner.runs.load import Load
 from tuner.search.prior import Prediction, SimulatedPrior
-from servers.slo.objective import PRESETS
 from tuner.space.config import config_key
+from tuner.study.presimulation import Fate, Rehearsal, describe_fates
 
 LOAD = Load(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)
 BASELINE = {"max_num_batched_tokens": 2048}

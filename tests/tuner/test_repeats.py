@@ -11,16 +11,16 @@ from test_optimize import make  # noqa: F401  (a fixture)
 from test_strategy import SLO, drive, result
 from test_strategy import make as make_study
 
-from tuner.study.budget import Clock, Plan
-from tuner.study.final_trials import Endgame
-from tuner.study.outcome import describe_trial, without_confirmation
+from servers.slo.objective import Objective
 from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResult
-from tuner.search.surrogates import Beliefs
 from tuner.search.model import ModelStrategy
 from tuner.search.repeats import joined
 from tuner.search.strategy import History, TpeStrategy, by_measurement
-from servers.slo.objective import Objective
+from tuner.search.surrogates import Beliefs
 from tuner.space.space import build_space, config_key, effective
+from tuner.study.budget import Clock, Plan
+from tuner.study.final_trials import Endgame
+from tuner.study.outcome import describe_trial, without_confirmation
 from tuner.workers.coordination import Crew
 
 OWN = effective({}, "bundled")

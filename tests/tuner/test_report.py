@@ -9,20 +9,20 @@ import optuna
 import pytest
 from analytic_target import AnalyticTarget, does_not_start
 
-from tuner.runs.interrupts import Interrupts
+from servers.slo.objective import parse_slo
 from tuner.job.job import Job
-from tuner.study.observer import Observer
-from tuner.study.optimize import Optimizer
 from tuner.report import plots
-from tuner.study.cost import cost
 from tuner.report.coverage import coverage
 from tuner.report.curves import KnobCurve, Point, along
 from tuner.report.facts import report_facts
 from tuner.report.report import figures, write_report
 from tuner.runs.findings import TrialFinding
+from tuner.runs.interrupts import Interrupts
 from tuner.runs.result import Measurement, Reading, TrialResult
-from servers.slo.objective import parse_slo
 from tuner.space.space import build_space, config_key, render_value
+from tuner.study.cost import cost
+from tuner.study.observer import Observer
+from tuner.study.optimize import Optimizer
 from tuner.study.trial import Bench
 from tuner.workers.storage import open_study
 

@@ -3,9 +3,9 @@ import math
 import pytest
 
 from servers.slo.bounds import Bound
+from servers.slo.objective import NO_BACKLOG, NO_FAILURE, Objective
 from tuner.runs.result import Measurement, Reading
 from tuner.runs.rungs import reason_to_stop
-from servers.slo.objective import NO_BACKLOG, NO_FAILURE, Objective
 
 ITL = Objective("itl_p99", "minimize")
 

@@ -16,24 +16,24 @@ from analytic_target import AnalyticTarget
 from llama_8b import CONFIG
 
 from engine.sim.step_times import StepTimes
+from loadgen.plan.workload import Length, RequestClass, Workload
 from loadgen.targets.model_shape import Shape, shape_of
 from loadgen.targets.simulated import SimulatedTarget
-from loadgen.plan.workload import Length, RequestClass, Workload
+from servers.slo.objective import parse_slo
 from tuner.command import Options, run
-from tuner.runs.interrupts import Interrupts
 from tuner.job.job import Job
-from tuner.study.observer import Observer
-from tuner.study.optimize import Optimizer
+from tuner.runs.interrupts import Interrupts
 from tuner.runs.load import Load, span
 from tuner.runs.measure import Run, measure
-from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.runs.profiling import Survey, time_alone
+from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.search import fitted_simulator as sketch_module
-from tuner.search.prior import PriorError, SimulatedPrior, make_simulator
 from tuner.search.fitted_simulator import NoSketch, Sketch, draw
-from servers.slo.objective import parse_slo
+from tuner.search.prior import PriorError, SimulatedPrior, make_simulator
 from tuner.space.space import effective
 from tuner.space.start_log import read_start_log
+from tuner.study.observer import Observer
+from tuner.study.optimize import Optimizer
 from tuner.study.trial import Bench
 
 SLO = parse_slo("itl_p99<50ms,ttft_p95<1s")

@@ -2,8 +2,8 @@
 
 import math
 
-from tuner.search.initial_design import starting_points
 from servers.slo.objective import parse_slo
+from tuner.search.initial_design import starting_points
 
 BASELINE = {"max_num_batched_tokens": 8192, "max_num_seqs": 64}
 

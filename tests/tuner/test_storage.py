@@ -11,8 +11,8 @@ from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
 from optuna.storages._cached_storage import _CachedStorage
 from optuna.trial import TrialState
 
-from tuner.output.folder import OutputError, locked
 from servers.slo.objective import parse_slo
+from tuner.output.folder import OutputError, locked
 from tuner.workers.storage import (
     Heartbeat,
     Patience,

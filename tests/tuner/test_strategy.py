@@ -4,11 +4,11 @@ import optuna
 import pytest
 from analytic_target import measure
 
+from servers.slo.objective import PRESETS
 from tuner.runs.result import BASELINE, SERVES, TrialResult
 from tuner.search.strategies import STRATEGIES
 from tuner.search.strategy import StaircaseStrategy
 from tuner.search.study import Study
-from servers.slo.objective import PRESETS
 from tuner.space.space import build_space, effective
 from tuner.workers.storage import open_study
 

@@ -5,9 +5,9 @@ import pytest
 from analytic_target import measure
 from optuna.trial import TrialState
 
+from servers.slo.objective import PRESETS
 from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResult
 from tuner.search.study import RULE, Study
-from servers.slo.objective import PRESETS
 from tuner.space.space import THRESHOLD, build_space, describe_changes, effective
 from tuner.workers.storage import StorageError, open_storage, open_study
 

@@ -6,11 +6,11 @@ import pytest
 from analytic_target import AnalyticServer, AnalyticTarget
 
 from loadgen.plan.workload import preset
-from tuner.job.job import Job
-from tuner.study.observer import Observer
-from tuner.study.load_selection import Offer
-from tuner.runs.profiling import FIRST_BURST, Survey, find_capacity, fitting_scale, time_alone
 from servers.slo.objective import PRESETS
+from tuner.job.job import Job
+from tuner.runs.profiling import FIRST_BURST, Survey, find_capacity, fitting_scale, time_alone
+from tuner.study.load_selection import Offer
+from tuner.study.observer import Observer
 
 MIXED = preset("mixed", max_model_len=8192)
 

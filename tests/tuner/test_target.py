@@ -10,22 +10,22 @@ from pathlib import Path
 import optuna
 import pytest
 
-from servers.flags.command import parse_command
 from loadgen.targets.endpoint import EndpointTarget
-from servers.flags.offered_flags import OfferedFlags
 from loadgen.targets.server import ServerTarget
+from servers.flags.command import parse_command
+from servers.flags.offered_flags import OfferedFlags
+from servers.slo.objective import parse_slo
 from tuner.command import Options, new_job
-from tuner.runs.interrupts import Interrupts
 from tuner.job.job import Job
+from tuner.report.reproduce import command_of
+from tuner.runs.findings import TrialFinding
+from tuner.runs.interrupts import Interrupts
+from tuner.runs.result import Measurement, Reading, TrialResult
+from tuner.space.knobs import KNOBS
+from tuner.space.space import SpaceError
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
 from tuner.study.outcome import as_it_runs
-from tuner.report.reproduce import command_of
-from tuner.runs.findings import TrialFinding
-from tuner.runs.result import Measurement, Reading, TrialResult
-from servers.slo.objective import parse_slo
-from tuner.space.knobs import KNOBS
-from tuner.space.space import SpaceError
 from tuner.study.target import TargetError, check_offered, make_target, started_as
 from tuner.study.trial import Bench
 from tuner.workers.storage import open_study

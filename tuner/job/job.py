@@ -56,7 +56,7 @@ class Job:
     prior: str = "auto"
     """What simulates configs beforehand (see tuner.search.prior.make_simulator)."""
     replay: Mapping[str, Any] | None = None
-    """Recorded traffic in place of the workload: ``tuner.job.options.Replay`` as JSON, and the file's sha256."""
+    """Recorded traffic in place of the workload: ``job.options.Replay`` as JSON, and the file's sha256."""
     baseline: Mapping[str, Any] | None = None
     """The ``tuner.study.regression.Recommendation`` of an earlier study, as JSON; ``flags`` are its flags."""
     loads: tuple[float, ...] | None = None

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from servers.flags.command import render
+from servers.flags.words import render
 
 BUNDLED_HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 """What the bundled model is called where vLLM gets it from."""

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.wire.messages import Progress
+from tuner.runs.result import TrialResult
 from tuner.study.budget import format_seconds
 from tuner.study.observer import Observer
-from tuner.runs.result import TrialResult
 
 LAST_OUTCOMES = 6
 STYLES = {"measured": "green", "stopped": "yellow", "failed": "red", "refused": "dim", "duplicate": "dim"}

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.runs.result import Reading, TrialResult
 from servers.slo.objective import Objective
+from tuner.runs.result import Reading, TrialResult
 from tuner.space.space import Axis, Space, config_key, render_value
 
 MIN_POINTS = 2

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from loadgen.target import Target
 from loadgen.targets.simulated import SimulatedTarget
-from tuner.study.loads import Advice
-from tuner.study.optimize import Optimizer
-from tuner.study.outcome import Outcome
-from tuner.study.regression import Recommendation, compare_with, recommendation
-from tuner.study.presimulation import describe_fates
-from tuner.study.cost import SPENT_ON
-from tuner.report.curves import along
 from tuner.job.launch import launch
+from tuner.report.curves import along
 from tuner.report.report import Facts
 from tuner.report.reproduce import command_of
 from tuner.search.model import ModelStrategy
 from tuner.search.prior import SimulatedPrior
 from tuner.space.space import config_key
+from tuner.study.cost import SPENT_ON
+from tuner.study.loads import Advice
+from tuner.study.optimize import Optimizer
+from tuner.study.outcome import Outcome
+from tuner.study.presimulation import describe_fates
+from tuner.study.regression import Recommendation, compare_with, recommendation
 
 MAX_ASKED = 16
 """Simulated runs for the report alone: a few seconds."""

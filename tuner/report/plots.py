@@ -10,16 +10,16 @@ import numpy as np
 import plotly.graph_objects as go
 import plotly.io
 
-from servers.slo.bounds import LATENCIES, RATES, family_of
 from loadgen.measure.stats import Distribution
-from tuner.study.loads import Advice
-from tuner.study.outcome import label
-from tuner.study.cost import Item
+from servers.slo.bounds import LATENCIES, RATES, family_of
+from servers.slo.objective import Slo
 from tuner.report.curves import KnobCurve
 from tuner.report.pareto import Front
 from tuner.runs.result import Reading, TrialResult
-from servers.slo.objective import Slo
 from tuner.space.space import Space, config_key, describe_changes
+from tuner.study.cost import Item
+from tuner.study.loads import Advice
+from tuner.study.outcome import label
 
 BEFORE, AFTER = "#d1495b", "#00798c"
 COLOURS = {"feasible": AFTER, "infeasible": "#edae49", "stopped early": "#9aa5b1"}

@@ -17,24 +17,25 @@ import jinja2
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from loadgen.measure.record import Records, RecordsError, write_atomically
-from servers.slo.bounds import format_value
-from loadgen.measure.stats import Distribution
-from tuner.study.loads import Advice
-from tuner.study.outcome import Outcome, describe_trial, label
-from tuner.study.regression import KEY, Recommendation, Regression, show
+from loadgen.measure.record import Records, RecordsError
+from loadgen.measure.stats import DEFINITIONS, Distribution, Summary
+from servers.files import write_atomically
+from servers.slo.bounds import family_of, format_value
+from servers.slo.objective import Slo
+from tuner.job.launch import Launch
 from tuner.report import plots
-from tuner.study.cost import Item, cost
 from tuner.report.coverage import Coverage, coverage
 from tuner.report.curves import KnobCurve, one_knob_curves
 from tuner.report.effects import Effect, effects
-from tuner.job.launch import Launch
 from tuner.report.pareto import Front, pareto_front
 from tuner.runs.measure import pooled
 from tuner.runs.result import Reading, TrialResult, without_nan
 from tuner.search.repeats import joined
-from servers.slo.objective import Slo
 from tuner.space.space import Space, describe_changes, render_value
+from tuner.study.cost import Item, cost
+from tuner.study.loads import Advice
+from tuner.study.outcome import Outcome, describe_trial, label
+from tuner.study.regression import KEY, Recommendation, Regression, show
 
 SCHEMA = "vtune.report/1"
 CAVEAT_PROMPTS = (
@@ -96,7 +97,7 @@ class Facts:
             "slo": {
                 "text": self.slo.text,
                 "meaning": self.slo.describe(),
-                "definitions": self.slo.definitions,
+                "definitions": _definitions(self.slo),
             },
             "changes": self.changes,
             "confirmation": confirmation.to_json() if confirmation else None,
@@ -265,9 +266,7 @@ def _distributions(facts: Facts, metric: str) -> dict[str, Distribution]:
         chosen = {"before": facts.baseline, "after": facts.outcome.best}
         files = {side: [facts.out / name for name in r.records] for side, r in chosen.items() if r}
     sides = {side: _load(paths) for side, paths in files.items()}
-    return {
-        side: pooled([r.summary() for r in records], metric) for side, records in sides.items() if records
-    }
+    return {side: pooled([Summary(r) for r in records], metric) for side, records in sides.items() if records}
 
 
 def _load(paths: Sequence[Path]) -> list[Records]:
@@ -322,3 +321,9 @@ def _trial_row(result: TrialResult, facts: Facts) -> dict[str, Any]:
         "findings": [f.id for f in result.findings if f.suppressed_by is None and f.severity != "info"],
         "note": "" if result.feasible else describe_trial(result, facts.slo.objective),
     }
+
+
+def _definitions(slo: Slo) -> dict[str, str]:
+    """Definitions of the metric families that the SLO speaks of, as they are measured."""
+    families = dict.fromkeys(family_of(metric) for metric, _ in slo.metrics)
+    return {family: DEFINITIONS[family] for family in families if family in DEFINITIONS}

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from servers.flags.command import render
 from loadgen.commands.options import Recorded
+from servers.flags.words import render
 from tuner.job.job import Job
 
 _SPELLED = {"run_seconds": "run-time"}

@@ -13,14 +13,14 @@ from typing import Any, Self
 import optuna
 from rich.console import Console
 
-from loadgen.measure.record import write_atomically
 from loadgen.target import Target
+from servers.files import write_atomically
+from tuner.report.facts import report_facts
+from tuner.report.report import write_report
 from tuner.study.loads import Advice, compare_loads
 from tuner.study.optimize import Optimizer
 from tuner.study.outcome import ESTIMATE, Outcome
 from tuner.study.regression import KEY
-from tuner.report.facts import report_facts
-from tuner.report.report import write_report
 
 ATTRIBUTE = "verdict"
 

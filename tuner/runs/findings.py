@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from servers.flags.defaults import Engine
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.finding import Finding
-from doctor.diagnosis.playbook import PlaybookError
 from doctor.diagnosis.judged_slo import Slo as Objectives
 from doctor.diagnosis.judged_slo import parse_slo as parse_objectives
-from doctor.metrics.sources import Scrapes, SourceError
+from doctor.diagnosis.playbook import PlaybookError
+from doctor.metrics.sources import Scrapes
+from servers.errors import SourceError
+from servers.flags.defaults import Engine
 from servers.slo.bounds import Bound, family_of
 
 JUDGED = ("itl", "tpot", "ttft")

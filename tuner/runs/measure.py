@@ -10,11 +10,12 @@ from functools import cached_property
 import numpy as np
 
 from loadgen.measure import stats
+from loadgen.measure.backlog import backlog as backlog_of
 from loadgen.measure.record import Records
+from loadgen.measure.stats import Summary
 from servers.slo.bounds import LATENCIES, RATES, name_of
-from loadgen.measure.run_validity import backlog as backlog_of
-from tuner.runs.result import Measurement, Reading
 from servers.slo.objective import Slo
+from tuner.runs.result import Measurement, Reading
 
 ALWAYS = (
     "itl_p50",
@@ -56,7 +57,7 @@ class Run:
         """
         bounds = goodput_bounds(slo)
         if bounds not in self._summaries:
-            self._summaries[bounds] = self.whole.summary(bounds)
+            self._summaries[bounds] = Summary(self.whole, bounds)
         return self._summaries[bounds]
 
     @cached_property

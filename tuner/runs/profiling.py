@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from loadgen.measure.record import Records
-from loadgen.target import OpenTarget
 from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, REFERENCE_CONTEXT, Schedule, Workload, preset
 from loadgen.plan.workload_file import is_file
+from loadgen.target import OpenTarget
 from tuner.job.job import DEFAULT_RUN_SECONDS
 from tuner.runs.load import capacity_schedule, lone_schedule
 from tuner.runs.result import without_nan

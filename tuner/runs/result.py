@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 from servers.slo.bounds import COUNTS, Bound, name_of
-from tuner.runs.findings import TrialFinding
 from servers.slo.objective import Objective
+from tuner.runs.findings import TrialFinding
 
 Status = Literal["measured", "stopped", "failed", "refused", "duplicate", "interrupted"]
 """measured: at full length. stopped: a short rung sufficed. failed: did not serve. refused: broke a rule and

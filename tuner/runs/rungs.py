@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 
 from servers.slo.bounds import COUNTS, RATES, Bound, format_value
-from tuner.runs.result import Measurement
 from servers.slo.objective import Objective
+from tuner.runs.result import Measurement
 
 MARGIN = 0.15
 """Gaps between tokens of one stall are not independent, so an interval is narrower than it should be."""

@@ -32,19 +32,19 @@ from typing import Any, Self
 import numpy as np
 from scipy.optimize import least_squares
 
-from servers.slo.bounds import LATENCIES, RATES, family_of, name_of
+from loadgen.plan.workload import Schedule
 from loadgen.target import TargetFailed
 from loadgen.targets.model_shape import Shape
 from loadgen.targets.simulated import SimulatedTarget, sketched_target
-from loadgen.plan.workload import Schedule
+from servers.flags.memory_plan import MemoryPlan
+from servers.slo.bounds import LATENCIES, RATES, family_of, name_of
+from servers.slo.objective import Slo
 from tuner.runs.load import span
 from tuner.runs.measure import Run, measure
-from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.runs.profiling import LONE_PROMPT, Survey, time_alone
+from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.search.gp import Array
-from servers.slo.objective import Slo
 from tuner.space.config import Config
-from servers.flags.memory_plan import MemoryPlan
 
 NAME = "sketch of the baseline"
 HEEDED = (

@@ -17,7 +17,6 @@ from scipy.special import ndtr
 
 from servers.slo.bounds import format_value
 from tuner.runs.result import TrialResult
-from tuner.search.surrogates import Beliefs
 from tuner.search.crashes import Crashes
 from tuner.search.from_doctor import Hints
 from tuner.search.gp import Array
@@ -25,6 +24,7 @@ from tuner.search.inactive_knobs import idle
 from tuner.search.pool import Pool, Pools, encode
 from tuner.search.prior import Prior
 from tuner.search.strategy import GAIN, History, Strategy, Suggestion
+from tuner.search.surrogates import Beliefs
 from tuner.space.space import Config, Space, config_key
 
 SIMPLER = 0.1

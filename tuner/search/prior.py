@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from loadgen.plan.workload import Schedule
 from loadgen.target import Target, TargetFailed
 from loadgen.targets.simulated import HERE, PREFIX, SimulatedTarget
-from loadgen.plan.workload import Schedule
+from servers.slo.objective import Slo
 from tuner.runs.load import Traffic, span
 from tuner.runs.measure import Run, measure
-from servers.slo.objective import Slo
 from tuner.space.space import Config, config_key
 
 

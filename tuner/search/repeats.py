@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from servers.slo.bounds import COUNTS, RATES
-from tuner.runs.result import BASELINE, Measurement, Reading, TrialResult
 from servers.slo.objective import RelativeBound
+from tuner.runs.result import BASELINE, Measurement, Reading, TrialResult
 from tuner.space.config import config_key
 
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import optuna
 
 from servers.slo.bounds import Bound
+from servers.slo.objective import Objective, RelativeBound
 from tuner.runs.result import BASELINE, TrialResult
 from tuner.search.repeats import joined
-from servers.slo.objective import Objective, RelativeBound
 from tuner.space.space import Config, Space, Value, config_key
 
 TIE = 0.1

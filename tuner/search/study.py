@@ -28,10 +28,10 @@ from optuna.exceptions import UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from servers.slo.bounds import Bound
+from servers.slo.objective import Objective, RelativeBound
 from tuner.runs.result import BASELINE, SERVES, Status, TrialResult
 from tuner.search.repeats import judged
 from tuner.search.strategy import History, Strategy, TpeStrategy
-from servers.slo.objective import Objective, RelativeBound
 from tuner.space.space import Config, Space, config_key
 
 RULE = "rule"

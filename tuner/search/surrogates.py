@@ -20,13 +20,13 @@ import numpy as np
 from scipy.special import log_ndtr
 
 from servers.slo.bounds import COUNTS, Bound, name_of
+from servers.slo.objective import Objective, RelativeBound
 from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.search.crashes import Codes, Crashes
 from tuner.search.gp import Array, GaussianProcess, Points, Shape, fit, most_probable
 from tuner.search.pool import encode
 from tuner.search.prior import Prior
 from tuner.search.strategy import SLACK, History
-from servers.slo.objective import Objective, RelativeBound
 from tuner.space.space import Config, config_key
 
 STOPPED = 0.1

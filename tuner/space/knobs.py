@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from servers.flags.defaults import NAMES, Engine, Platform
 from servers.expression import parse_expression
-from servers.flags.sglang_flags import SPELLING
-from servers.flags.offered_flags import OfferedFlags
-from tuner.space.axis import Axis, Value, is_number
+from servers.flags.defaults import NAMES, Engine, Platform
 from servers.flags.memory_plan import MemoryPlan
+from servers.flags.offered_flags import OfferedFlags
+from servers.flags.sglang_flags import SPELLING
+from tuner.space.axis import Axis, Value, is_number
 from tuner.space.rules import Numbers, evaluate
 
 SPECULATION = "speculative_config"

@@ -8,18 +8,26 @@ from typing import Any
 
 from loadgen.compare import compare
 from loadgen.target import TargetFailed
-from tuner.study.budget import MAX_PAIRS, MIN_PAIRS, Clock, Plan
-from tuner.study.confirmation import Confirmation, assess, record_directory
+from servers.slo.objective import Slo
 from tuner.job.job import Job
-from tuner.study.outcome import Outcome, as_it_runs, better, broken, refuted, unconfirmed, without_confirmation
-from tuner.study.presimulation import MOST, Fate, Rehearsal, describe_fates
 from tuner.runs.load import Traffic, span
 from tuner.runs.measure import goodput_bounds
 from tuner.runs.result import TrialResult
 from tuner.search.study import Study
-from servers.slo.objective import Slo
 from tuner.space.config import Config
 from tuner.space.space import describe_changes
+from tuner.study.budget import MAX_PAIRS, MIN_PAIRS, Clock, Plan
+from tuner.study.confirmation import Confirmation, assess, record_directory
+from tuner.study.outcome import (
+    Outcome,
+    as_it_runs,
+    better,
+    broken,
+    refuted,
+    unconfirmed,
+    without_confirmation,
+)
+from tuner.study.presimulation import MOST, Fate, Rehearsal, describe_fates
 from tuner.study.trial import Bench, SetupFailed
 
 MAX_CONFIRMED = 3

@@ -13,10 +13,10 @@ from scipy.special import stdtrit
 
 from loadgen.compare import Comparison
 from servers.slo.bounds import COUNTS, LATENCIES, Bound, format_value, name_of
+from servers.slo.objective import RelativeBound, Slo
 from tuner.runs.measure import QUANTILES, Run, measure
 from tuner.runs.resample import ratio_interval
 from tuner.runs.result import Measurement, without_nan
-from servers.slo.objective import RelativeBound, Slo
 
 MIN_GAIN = 0.05
 """The objective must improve by this much, beside an interval that excludes no improvement."""

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from tuner.search.study import Study
 from tuner.study.budget import MAX_PAIRS, Clock, Plan
 from tuner.study.presimulation import Rehearsal
-from tuner.search.study import Study
 
 SURE_TRIALS = 2
 """Of the last trials, those before which a simulation is asked what holds on other loads."""

@@ -6,18 +6,18 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from loadgen.target import OpenTarget
-from servers.flags.offered_flags import OfferedFlags
 from loadgen.plan.traces import Trace
 from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, Workload
 from loadgen.plan.workload_file import workload_of
+from loadgen.target import OpenTarget
+from servers.flags.memory_plan import MemoryPlan
+from servers.flags.offered_flags import OfferedFlags
+from servers.slo.objective import Slo
 from tuner.job.job import DEFAULT_RUN_SECONDS, Job
 from tuner.job.options import Replay
 from tuner.runs.load import Load, Traffic
-from tuner.runs.replay import ReplayLoad, read_replay
 from tuner.runs.profiling import OFFERED_SHARE, Survey, find_capacity, fitting_scale, time_alone
-from servers.slo.objective import Slo
-from servers.flags.memory_plan import MemoryPlan
+from tuner.runs.replay import ReplayLoad, read_replay
 from tuner.space.space import Surroundings, effective
 from tuner.space.start_log import read_start_log
 from tuner.study.trial import Bench

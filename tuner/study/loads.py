@@ -11,18 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from servers.slo.bounds import Bound
 from loadgen.target import Target, TargetFailed
-from tuner.study.budget import LOADS_CONFIGS, PAUSE
-from tuner.study.dynamic import Curve, Regime, advise, advised, regimes, to_json
-from tuner.study.optimize import Optimizer
-from tuner.study.outcome import Outcome, label
+from servers.slo.bounds import Bound
+from servers.slo.objective import Slo
 from tuner.runs.load import span
 from tuner.runs.measure import Run, measure
 from tuner.runs.replay import ReplayLoad
 from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
-from servers.slo.objective import Slo
 from tuner.space.space import DRAFTS, Config, Space, config_key, describe_changes
+from tuner.study.budget import LOADS_CONFIGS, PAUSE
+from tuner.study.dynamic import Curve, Regime, advise, advised, regimes, to_json
+from tuner.study.optimize import Optimizer
+from tuner.study.outcome import Outcome, label
 from tuner.study.trial import ServerFailed, SetupFailed
 
 SENSITIVE = (DRAFTS, "max_num_batched_tokens", "max_num_seqs")

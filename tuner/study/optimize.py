@@ -14,28 +14,28 @@ import optuna
 
 from loadgen.target import OpenTarget, Target
 from loadgen.targets.model_shape import shape_of
-from tuner.study.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
-from tuner.study.final_trials import Endgame
-from tuner.study.candidate_confirmation import Finals
+from servers.slo.objective import Slo, parse_slo
 from tuner.job.job import Job
-from tuner.study.load_selection import Offer
-from tuner.study.outcome import Outcome, describe_trial, label, unseen_stalls
-from tuner.study.presimulation import Rehearsal
-from tuner.study.cost import SPENT_ON
 from tuner.runs.load import Traffic, span
-from tuner.runs.result import BASELINE, TrialResult
 from tuner.runs.profiling import Survey
+from tuner.runs.result import BASELINE, TrialResult
+from tuner.search.fitted_simulator import NoSketch, Sketch, draw
 from tuner.search.from_doctor import Hints, of_trial, prescribed
+from tuner.search.initial_design import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
 from tuner.search.model import ModelStrategy
 from tuner.search.prior import SimulatedPrior
-from tuner.search.fitted_simulator import NoSketch, Sketch, draw
-from tuner.search.initial_design import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
 from tuner.search.strategies import make_strategy
 from tuner.search.study import Proposal, Study
-from servers.slo.objective import Slo, parse_slo
 from tuner.space.file import SpaceFile
 from tuner.space.space import Config, build_space, describe_changes, effective
 from tuner.space.start_log import LINES, read_start_log
+from tuner.study.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
+from tuner.study.candidate_confirmation import Finals
+from tuner.study.cost import SPENT_ON
+from tuner.study.final_trials import Endgame
+from tuner.study.load_selection import Offer
+from tuner.study.outcome import Outcome, describe_trial, label, unseen_stalls
+from tuner.study.presimulation import Rehearsal
 from tuner.study.trial import Attempt, Bench, ClientKilled, Criteria, ServerFailed, SetupFailed
 from tuner.workers.coordination import Crew
 

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from servers.flags.command import render
+from servers.flags.words import render
 from servers.slo.bounds import STATISTICS, format_value
-from tuner.study.confirmation import Change, Confirmation
+from servers.slo.objective import Objective, Slo
 from tuner.runs.result import TrialResult
 from tuner.search.repeats import joined
-from servers.slo.objective import Objective, Slo
 from tuner.space.space import Space, describe_changes
+from tuner.study.confirmation import Change, Confirmation
 
 Kind = Literal["better", "baseline", "infeasible", "failed", "interrupted", "measured"]
 """better: a config is confirmed. baseline: nothing beats the user's config. infeasible: nothing holds the

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from enum import IntEnum
 
 from servers.slo.bounds import name_of
-from tuner.study.confirmation import judge_runs
+from servers.slo.objective import Slo
 from tuner.runs.load import Traffic
 from tuner.runs.measure import Run
 from tuner.search.prior import Prediction, SimulatedPrior
-from servers.slo.objective import Slo
 from tuner.space.config import Config, config_key
+from tuner.study.confirmation import judge_runs
 
 MOST = 24
 """Configs that are rehearsed at once."""

@@ -15,9 +15,9 @@ from typing import Any, Self
 import optuna
 
 from servers.slo.bounds import format_value
-from tuner.study.outcome import ESTIMATE, Outcome, label
-from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
 from servers.slo.objective import Slo
+from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
+from tuner.study.outcome import ESTIMATE, Outcome, label
 from tuner.workers.storage import StorageError, open_storage, sqlite_file
 
 SHOWN = ("itl_p99", "ttft_p95", "throughput")

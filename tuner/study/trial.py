@@ -9,24 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from servers.flags.defaults import Engine
-from loadgen.wire.probe import Unreachable
 from loadgen.measure.record import Records
-from servers.slo.bounds import Bound
+from loadgen.plan.workload import Schedule
 from loadgen.target import CLIENT_KILLED, OpenTarget, Target, TargetFailed
 from loadgen.wire.messages import Progress
-from loadgen.plan.workload import Schedule
-from tuner.runs.interrupts import Interrupts
-from tuner.study.observer import Observer
+from loadgen.wire.probe import Unreachable
+from servers.flags.defaults import Engine
+from servers.slo.bounds import Bound
+from servers.slo.objective import Slo
 from tuner.runs.findings import examine
+from tuner.runs.interrupts import Interrupts
 from tuner.runs.load import Traffic, span
 from tuner.runs.measure import Run, measure
-from tuner.runs.watchdog import Patience
 from tuner.runs.result import SERVES, Measurement, Status, TrialResult
 from tuner.runs.rungs import reason_to_stop
 from tuner.runs.scrape import read_figures
+from tuner.runs.watchdog import Patience
 from tuner.search.study import Proposal
-from servers.slo.objective import Slo
+from tuner.study.observer import Observer
 
 BROKEN_SHARE = 0.5
 """A server that fails this share of the requests, or more, is taken for one that does not serve."""

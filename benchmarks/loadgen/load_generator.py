@@ -1,7 +1,7 @@
 """What the load generator costs and how well it keeps time, against a loopback server that writes its own
 ``monotonic_ns`` into every token. Best of five runs: these are wall-clock figures and machines are noisy.
 
-    python -m benchmarks.loadgen.loadgen [--runs 5] [--seconds 4] [--json FILE]
+    python -m benchmarks.loadgen.load_generator [--runs 5] [--seconds 4] [--json FILE]
 
 (As a module, from the root of the checkout: as a script this file would shadow the package it measures.)
 """
@@ -24,8 +24,8 @@ import numpy as np
 
 from loadgen.wire.driver import drive, event_loop
 from loadgen.wire.http1 import build_request, decode
-from loadgen.wire.sse import events
 from loadgen.wire.messages import End, Endpoint, Exchange, WireLog, WirePlan, WireRequest
+from loadgen.wire.sse import events
 
 SECOND = 1_000_000_000
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -88,7 +88,7 @@ async def serve() -> None:
 @contextmanager
 def server() -> Iterator[Endpoint]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.loadgen.loadgen", "--serve"],
+        [sys.executable, "-m", "benchmarks.loadgen.load_generator", "--serve"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,6 +1,6 @@
 """Where the time of an engine step goes, and how much of the machine's roofline its products reach.
 
-    .venv/bin/python -m benchmarks.engine.engine_breakdown [--quick] [--quantization int8_per_channel] [--no-server]
+    python -m benchmarks.engine.breakdown [--quick] [--quantization int8_per_channel] [--no-server]
 
 The bundled model, prompts of random tokens. First in one process, step by step: what threads spend on linear
 layers, head, attention and row-wise operations (norms, activation, rotary embedding, quantisation) is counted
@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.loadgen.own_server import own_server
 from benchmarks.engine.roofline import Roofline, measure_roofline
+from benchmarks.loadgen.own_server import own_server
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.kernels.native import NativeLayers
 from engine.kernels.native_library import Spent
 from engine.request import Request, SamplingParams
+from loadgen.measure.stats import Summary
 from loadgen.plan.arrivals import ClosedLoop
 from loadgen.plan.workload import preset
 
@@ -185,7 +186,7 @@ def serve(concurrency: int, flags: dict[str, Any]) -> None:
             cpu_seconds(server.pid("EngineCore"), cpu, "engine"),
         ):
             started = time.monotonic()
-            summary = server.target.run(schedule).summary()
+            summary = Summary(server.target.run(schedule))
             seconds = time.monotonic() - started
         steps = (
             server.metrics()["vllm:iteration_tokens_total_count"]

@@ -1,12 +1,12 @@
 """The tuner against other ways to search, on problems whose answers are known.
 
-    .venv/bin/python -m benchmarks.tuner.tuner [--quick] [--problems chat,rag] [--methods ours,TPE] [--seeds 30]
+    python -m benchmarks.tuner.contest [--quick] [--problems chat,rag] [--methods ours,TPE] [--seeds 30]
 
 Every problem is an exhaustive table (``tuner_problems.py``) behind the noise of real repeats
 (``tuner_noise.py``). Launches cost all methods the same seconds, and all have the same budget; what a method
 saves, it saves itself: by ending a run early, or by not launching at all. ``ours`` is the tuner's own code,
-``tuner.study.optimize.Optimizer``, on a bench that looks runs up: with rungs, early stops, the strategy and the
-confirmation, whose seconds count. It is run without a prior, with one that is wrong (another card, or
+``tuner.study.optimize.Optimizer``, on a bench that looks runs up: with rungs, early stops, the strategy
+and the confirmation, whose seconds count. It is run without a prior, with one that is wrong (another card, or
 coefficients 30 to 50 % off), with one within a tenth, and with the sketch that it draws of the baseline.
 
 Columns: of all seeds, the median time until the config that a method would recommend is truly feasible and
@@ -35,11 +35,11 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import optuna
 
+from benchmarks.peers.tuner_rivals import RIVALS
 from benchmarks.tuner.bed import Bed, BudgetSpent, Ledger, World
 from benchmarks.tuner.noise import REPEATS, Noise
 from benchmarks.tuner.ours import search_ours
 from benchmarks.tuner.problems import MEASURED, PROBLEMS, Problem
-from benchmarks.peers.tuner_rivals import RIVALS
 from benchmarks.tuner.sketch_problems import sketched_table
 from benchmarks.tuner.tables import Table, describe, table
 

@@ -1,1 +1,0 @@
-"""The schedulers of the years before: to be run beside the unified one, on the same runners."""
