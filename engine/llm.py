@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from engine.config import EngineConfig, SpeculativeConfig, StructuredOutputsConfig
 from engine.core import EngineCore
 from engine.models.checkpoint import load_model_config
-from engine.models.tokenizer import Tokenizer
 from engine.models.weights import resolve_model
 from engine.request import Request, RequestStatus, SamplingParams
-from engine.server.text_stream import TextStream
 from engine.step import RequestOutput, StepOutput, StepPlan, TokenLogprobs
+from engine.text.text_stream import TextStream
+from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from engine.core import Runner

@@ -1,0 +1,1 @@
+"""What a server is: flags, metrics, logs, objectives. Imports nothing of ours."""

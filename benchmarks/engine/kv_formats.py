@@ -25,8 +25,8 @@ from benchmarks.engine.teacher_forced import TeacherForced
 from engine.config import KVCacheDtype
 from engine.llm import LLM
 from engine.models.bundled import fetch_bundled
-from engine.models.tokenizer import Tokenizer
 from engine.request import SamplingParams
+from engine.text.tokenizer import Tokenizer
 
 FORMATS = tuple(name for name in get_args(KVCacheDtype) if name not in ("bfloat16", "fp8"))
 ROOT = Path(__file__).parents[2]

@@ -24,8 +24,8 @@ import torch
 from benchmarks.engine.teacher_forced import TeacherForced
 from engine.llm import LLM
 from engine.models.bundled import fetch_bundled
-from engine.models.tokenizer import Tokenizer
 from engine.request import SamplingParams
+from engine.text.tokenizer import Tokenizer
 
 WINDOW = 1024
 METHODS = (None, "int8_per_channel")

@@ -1,0 +1,1 @@
+"""The commands of vtune doctor and vtune playbook."""

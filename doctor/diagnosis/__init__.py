@@ -1,0 +1,1 @@
+"""Playbooks in, findings and prescriptions out."""

@@ -1,0 +1,1 @@
+"""Alerts and dashboards, generated from the rules."""

@@ -1,0 +1,1 @@
+"""Windows of metrics and the signals that are computed from them."""

@@ -1,0 +1,1 @@
+"""A diagnosis as text, Markdown and JUnit."""

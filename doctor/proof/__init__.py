@@ -1,0 +1,1 @@
+"""Cures, proven by comparison."""

@@ -1,0 +1,1 @@
+"""What the scheduler decides, step by step, with no model."""

@@ -1,0 +1,1 @@
+"""KV cache: blocks, prefix hits, formats, and transfers to and from elsewhere."""

@@ -1,0 +1,1 @@
+"""Checkpoints, configs, tokenizers and the one decoder."""

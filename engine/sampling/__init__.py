@@ -1,0 +1,1 @@
+"""From logits to tokens: sampling, and lossless acceptance of drafts."""

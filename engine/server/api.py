@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from engine.metrics.prometheus import CONTENT_TYPE
-from engine.models.tokenizer import ChatTemplateError, NoTokenizerError, Tokenizer
 from engine.request import SamplingParams
 from engine.server.asgi import CLIENT_GONE, EventStream, error_event, read_body, unless_disconnected
 from engine.server.fields import Fields, RequestError, parse_json
@@ -29,6 +28,7 @@ from engine.server.protocol import (
     parse_chat,
 )
 from engine.server.responses import ChatWriter, Choice, CompletionWriter, Tells, Writer
+from engine.text.tokenizer import ChatTemplateError, NoTokenizerError, Tokenizer
 
 T = TypeVar("T")
 logger = logging.getLogger("vtune.api")

@@ -12,13 +12,13 @@ from engine.metrics.log import LOG_INTERVAL, StatLogger
 from engine.metrics.prometheus import PrometheusMetrics
 from engine.metrics.stats import FinishedStats
 from engine.models.model_config import ModelConfig
-from engine.models.tokenizer import Tokenizer
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.server.fields import RequestError
 from engine.server.process import EngineDeadError, EngineInfo, EngineProcess
 from engine.server.protocol import Options
-from engine.server.text_stream import Piece, TextStream
 from engine.step import RequestOutput
+from engine.text.text_stream import Piece, TextStream
+from engine.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

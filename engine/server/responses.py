@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from engine.metrics.stats import FinishedStats
-from engine.models.tokenizer import Tokenizer
 from engine.server.frontend import Delta
 from engine.server.protocol import Options
-from engine.server.text_stream import Piece
 from engine.step import TokenLogprobs
+from engine.text.text_stream import Piece
+from engine.text.tokenizer import Tokenizer
 
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
 DONE = b"data: [DONE]\n\n"

@@ -25,7 +25,6 @@ from engine.metrics.log import StatLogger
 from engine.metrics.prometheus import PrometheusMetrics
 from engine.models.checkpoint import load_model_config
 from engine.models.model_config import ModelConfig
-from engine.models.tokenizer import Tokenizer
 from engine.server.api import Api
 from engine.server.asgi import build_app
 from engine.server.frontend import Frontend
@@ -33,6 +32,7 @@ from engine.server.header_timeout import PunctualProtocol
 from engine.server.options import ModelPaths, ServerOptions, cannot_listen
 from engine.server.process import EngineDeadError, EngineInfo, EngineProcess
 from engine.server.responses import Tells
+from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("vtune.service")
 DEAD_SECONDS = 5.0

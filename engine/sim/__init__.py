@@ -1,0 +1,1 @@
+"""A runner that only takes time, on a virtual clock."""

@@ -1,0 +1,1 @@
+"""Structured outputs: forms compiled to grammars."""

@@ -20,9 +20,9 @@ import numpy.typing as npt
 from engine.config import EngineConfig
 from engine.models.checkpoint import load_model_config
 from engine.models.model_error import ModelError
-from engine.models.tokenizer import Tokenizer
 from engine.models.weights import resolve_model
 from engine.request import Gate, GateError, Request, RequestStatus, StructuredOutputsParams
+from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -1,0 +1,1 @@
+"""Training of what speculation proposes with."""

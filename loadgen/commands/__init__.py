@@ -1,0 +1,1 @@
+"""The commands of vtune bench and vtune simulate."""

@@ -1,0 +1,1 @@
+"""From records to figures, and whether to believe them."""

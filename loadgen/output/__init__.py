@@ -1,0 +1,1 @@
+"""Reports, pages and exports of a run."""

@@ -1,0 +1,1 @@
+"""Recording of live traffic as a trace."""

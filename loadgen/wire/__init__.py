@@ -1,0 +1,1 @@
+"""The load on sockets: sent and stamped now, parsed later."""

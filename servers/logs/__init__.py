@@ -1,0 +1,1 @@
+"""What servers write: start, periodic load lines, and why they ended."""

@@ -1,0 +1,1 @@
+"""Metric names by version, the exposition format, and functions over ranges."""

@@ -1,0 +1,1 @@
+"""Objectives: bounds as people write them, and what is made best."""

@@ -19,9 +19,9 @@ from engine.models.gguf_checkpoint import GgufCheckpoint, GgufError
 from engine.models.model_config import LayerKind, ModelConfig
 from engine.models.model_error import ModelError
 from engine.models.rope import RopeConfig
-from engine.models.tokenizer import Tokenizer
 from engine.models.weights import resolve_model
 from engine.runner import ModelRunner
+from engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture

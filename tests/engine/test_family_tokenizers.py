@@ -18,15 +18,15 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, pro
 from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.models.model_error import ModelError
-from engine.models.tokenizer import (
+from engine.request import SamplingParams
+from engine.runner import ModelRunner
+from engine.text.tokenizer import (
     ChatTemplateError,
     IncrementalDetokenizer,
     NoTokenizerError,
     TokenIdsOnly,
     Tokenizer,
 )
-from engine.request import SamplingParams
-from engine.runner import ModelRunner
 
 SPECIAL = ["<unk>", "<bos>", "<eos>", "<turn>"]
 TEXTS = ["hello world", "  two  spaces ", "naïve 12 — 你好 🎉", "a\n\n\tb", "<turn>hello<eos>", ""]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.server.stop_strings import StopMatcher
+from engine.text.stop_strings import StopMatcher
 
 
 def feed(matcher: StopMatcher, pieces: list[str]) -> list[str]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from serving_kit import EOS, make_model
 
-from engine.models.tokenizer import Tokenizer
 from engine.request import RequestStatus, SamplingParams
-from engine.server.text_stream import Piece, TextStream
 from engine.step import RequestOutput, TokenLogprobs
+from engine.text.text_stream import Piece, TextStream
+from engine.text.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from engine.cache import FetchError
 from engine.models.bundled import fetch_bundled
 from engine.models.model_error import ModelError
-from engine.models.tokenizer import ChatTemplateError, IncrementalDetokenizer, Tokenizer
+from engine.text.tokenizer import ChatTemplateError, IncrementalDetokenizer, Tokenizer
 
 TEXTS = [
     "Hello, world!",
@@ -64,7 +64,7 @@ def test_equals_transformers(bundled: Path, tokenizer: Tokenizer) -> None:
 
 def test_transformers_and_torch_are_not_imported() -> None:
     code = (
-        "import sys; from engine.models.tokenizer import Tokenizer; "
+        "import sys; from engine.text.tokenizer import Tokenizer; "
         "from engine.models.bundled import fetch_bundled;"
         "from engine.models.model_config import load_model_config;"
         "path = fetch_bundled(); t = Tokenizer.load(path); t.encode('x'); load_model_config(path);"

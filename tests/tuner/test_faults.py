@@ -274,7 +274,7 @@ def test_stamps_under_a_clock_that_jumps(jumping_clock):
 LABELS = {
     "engine/server/responses.py": "the created field of an answer",
     "engine/server/api.py": "the created field of the models",
-    "engine/models/chat_template.py": "a template asks for the date",
+    "engine/text/chat_template.py": "a template asks for the date",
     "loadgen/measure/clock.py": "read once, moved by the monotonic clock",
     "loadgen/wire/client.py": "when a run began",
     "loadgen/recording/proxy.py": "when a request came; intervals are monotonic",

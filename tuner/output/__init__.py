@@ -1,0 +1,1 @@
+"""What a study shows while it runs, and the folder it writes."""

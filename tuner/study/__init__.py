@@ -1,0 +1,1 @@
+"""The study: baseline, search, confirmation."""

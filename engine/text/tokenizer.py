@@ -7,10 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.models.chat_template import compile_template, find_chat_template
 from engine.models.gguf_checkpoint import GgufCheckpoint
 from engine.models.model_error import ModelError
 from engine.models.weights import read_json
+from engine.text.chat_template import compile_template, find_chat_template
 
 if TYPE_CHECKING:
     import jinja2

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.models.tokenizer import IncrementalDetokenizer, Tokenizer
 from engine.request import RequestStatus, SamplingParams
-from engine.server.stop_strings import StopMatcher
 from engine.step import RequestOutput, TokenLogprobs
+from engine.text.stop_strings import StopMatcher
+from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
