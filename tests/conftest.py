@@ -23,22 +23,22 @@ settings.register_profile(
 settings.load_profile("vtune")
 
 LONG = (
-    "tuner/test_shared_processes.py",
+    "tuner/workers/test_shared_processes.py",
     "engine/test_fidelity.py",
-    "tuner/test_processes.py",
+    "tuner/study/test_processes.py",
     "engine/test_invariants.py",
     "engine/test_server_lifecycle.py",
-    "tuner/test_scale_out.py",
+    "tuner/workers/test_scale_out.py",
     "doctor/test_bundled_engine.py",
     "doctor/test_fault_injection.py",
-    "tuner/test_optimize.py",
+    "tuner/study/test_optimize.py",
     "engine/test_structured_outputs.py",
     "engine/test_native_threads.py",
     "engine/test_kernel_manifest.py",
-    "tuner/test_keeps_budget.py",
+    "tuner/study/test_keeps_budget.py",
     "engine/test_triton_model.py",
     "engine/test_steady.py",
-    "tuner/test_vllm_study.py",
+    "tuner/study/test_vllm_study.py",
     "engine/test_gpu_benchmark.py",
     "doctor/test_doctor_export.py",
 )

@@ -37,10 +37,10 @@ import optuna
 
 from benchmarks.peers.tuner_rivals import RIVALS
 from benchmarks.tuner.bed import Bed, BudgetSpent, Ledger, World
+from benchmarks.tuner.fitted_simulator_problems import sketched_table
 from benchmarks.tuner.noise import REPEATS, Noise
 from benchmarks.tuner.ours import search_ours
 from benchmarks.tuner.problems import MEASURED, PROBLEMS, Problem
-from benchmarks.tuner.sketch_problems import sketched_table
 from benchmarks.tuner.tables import Table, describe, table
 
 EVERY = (*PROBLEMS, MEASURED)

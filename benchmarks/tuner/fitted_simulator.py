@@ -26,8 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from scipy.stats import spearmanr
 
 from benchmarks.tuner.contest import chosen, print_lines
+from benchmarks.tuner.fitted_simulator_problems import sketch_of
 from benchmarks.tuner.problems import CPU_AXES, PROBLEMS, SEQS, TOKENS, Problem
-from benchmarks.tuner.sketch_problems import sketch_of
 from benchmarks.tuner.tables import Builder, server_of
 
 MEASURED_STEPS = tuple(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import optuna
 
 from benchmarks.tuner.bed import Ledger, Mark, World
-from benchmarks.tuner.sketch_problems import running, survey_of
+from benchmarks.tuner.fitted_simulator_problems import running, survey_of
 from benchmarks.tuner.tables import Table
 from loadgen.target import OpenTarget, Target
 from tuner.runs.interrupts import Interrupts

@@ -43,7 +43,7 @@ from tuner.workers.coordination import Pulse
 from tuner.workers.local_workers import LocalWorker, LocalWorkers, WorkersError, shares
 from tuner.workers.storage import open_study
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FAKE = ROOT / "tests" / "fake_server.py"
 SLO = parse_slo("itl")
 

@@ -11,7 +11,7 @@ import pytest
 
 from tuner.command import Options, run
 
-FAKE = Path(__file__).parents[1] / "fake_server.py"
+FAKE = Path(__file__).parents[2] / "fake_server.py"
 HELP = """options:
   --max-num-seqs MAX_NUM_SEQS
                         Maximum number of sequences. (default: None)

@@ -12,7 +12,7 @@ import pytest
 from tuner.space.file import SpaceError, SpaceFile, read_space_file
 from tuner.space.space import DRAFTS, SPECULATION, Space, Surroundings, build_space, effective
 
-DOCS = Path(__file__).parents[2] / "docs" / "targets.md"
+DOCS = Path(__file__).parents[3] / "docs" / "targets.md"
 BASELINE = effective({}, "bundled")
 
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 from analytic_target import AnalyticTarget
-from crew import Crew, Victim, wait_for
 from postgres import postgres, reason_to_skip
+from worker_processes import Crew, Victim, wait_for
 
 pytestmark = pytest.mark.timeout(600)
 WITH_POSTGRES = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())

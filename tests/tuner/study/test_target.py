@@ -30,7 +30,7 @@ from tuner.study.target import TargetError, check_offered, make_target, started_
 from tuner.study.trial import Bench
 from tuner.workers.storage import open_study
 
-FAKE = Path(__file__).parents[1] / "fake_server.py"
+FAKE = Path(__file__).parents[2] / "fake_server.py"
 VLLM = "A=1 B='x y' numactl -N 0 /opt/bin/vllm serve 'my model' --max-num-seqs 64 --port 80"
 
 
