@@ -16,7 +16,7 @@ import typer
 
 import vtune_cli
 
-PAGE = Path(__file__).parents[2] / "docs" / "engine.md"
+PAGE = Path(__file__).parents[3] / "docs" / "engine.md"
 ROW = re.compile(r"^\| `--([a-z-]+)` \| (.*?) \| (.*?) \| (.*) \|$", re.MULTILINE)
 TABLE = {name: (vllm, here, meaning) for name, vllm, here, meaning in ROW.findall(PAGE.read_text())}
 VLLM: dict[str, Any] = json.loads(Path(__file__).with_name("vllm_defaults.json").read_text())

@@ -270,7 +270,7 @@ def test_the_command_works_from_a_shell_and_in_ascii(tmp_path: Path) -> None:
     (tmp_path / "r").write_text(json.dumps([{**request("A", 2, 1), "id": "é"}]))
     program = "import typer, engine.cli as c; a = typer.Typer(); c.mount(a); a.command()(lambda: 0); a()"
     command = [sys.executable, "-c", program, "explain", "--config", "c", "--requests", "r"]
-    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "admits \\xe9; finishes \\xe9" in done.stdout

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_workloads import Run, Spec, configs, many, without_aborts, workloads
 from scheduler_lab import Lab, shares
-from test_invariants import Run, Spec, configs, many, without_aborts, workloads
 
 from engine.config import ConfigError, EngineConfig, SpeculativeConfig
 from engine.explain.explain import explain

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LINES: list[dict[str, Any]] = json.loads(
     (ROOT / "benchmarks" / "engine" / "kernel_manifest.json").read_text()
 )["kernels"]

@@ -257,7 +257,7 @@ def test_the_module_is_what_make_model_runs(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     environment = {**os.environ, "VTUNE_CACHE": str(tmp_path / "file" / "cache")}
     command = [sys.executable, "-m", "engine.models.bundled"]
-    assert "python -m engine.models.bundled" in (Path(__file__).parents[2] / "Makefile").read_text()
+    assert "python -m engine.models.bundled" in (Path(__file__).parents[3] / "Makefile").read_text()
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (1, "")
     assert ended.stderr.startswith("error: cannot write the bundled model")

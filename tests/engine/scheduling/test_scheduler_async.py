@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_workloads import EOS, Spec, configs, many, workloads
 from scheduler_lab import ShadowKV
-from test_invariants import EOS, Spec, configs, many, workloads
 from tiny_llama import VOCAB, write_config
 
 from engine.config import ConfigError, EngineConfig, SpeculativeConfig

@@ -18,7 +18,7 @@ from engine.metrics.stats import FinishedStats, StepStats
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.step import StepPlan, StepResult
 
-SCRAPES = Path(__file__).parents[2].parent / "shared" / "scrapes"
+SCRAPES = Path(__file__).parents[3].parent / "shared" / "scrapes"
 NOT_OURS = ("external_", "mm_cache", "engine_sleep", "estimated_", "admission_", "cached_by_source", "lora")
 
 
