@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from doctor.diagnosis.experiment import Experiment, ExperimentError
 from doctor.diagnosis.playbook import Playbook
 from doctor.diagnosis.verification_status import fingerprint
@@ -20,7 +22,6 @@ from doctor.proof.experiment_target import stage_of
 from doctor.proof.proof_metrics import judged, verdict_of
 from doctor.proof.result import SCHEMA, Proof
 from doctor.proof.verify import Terms, engine_version, promised, prove
-from loadgen.measure import typed
 from loadgen.target import TargetFailed
 from servers.files import write_atomically
 
@@ -129,7 +130,7 @@ def read_proof(data: dict[str, Any]) -> Proof:
     """From :meth:`Proof.to_json`. Raises ValueError."""
     plain = {name: value for name, value in data.items() if name not in ("schema", "standing", "headline")}
     rows = [{**row, "change": _with_nan(row["change"])} for row in plain["rows"]]
-    return typed.from_json(Proof, {**plain, "rows": rows}, "the proof")
+    return msgspec.convert({**plain, "rows": rows}, Proof)
 
 
 def _with_nan(change: dict[str, Any]) -> dict[str, Any]:

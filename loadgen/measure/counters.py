@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from loadgen.measure import typed
+from loadgen.measure import saved
 from servers.files import write_atomically
 
 SCHEMA = "vtune.counters/1"
@@ -56,20 +56,15 @@ class Counters:
     def load(cls, path: Path) -> Counters:
         """Raises CountersError."""
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise CountersError(
-                f"{path}: {error.strerror}; write one with `vtune bench counters --out`"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise CountersError(f"{path}: not JSON ({error})") from None
-        schema = data.pop("schema", None) if isinstance(data, dict) else None
-        if schema != SCHEMA:
-            raise CountersError(f"{path}: schema is {schema!r}, this version reads {SCHEMA!r}; count anew")
-        try:
-            return typed.from_json(cls, data, "the counters")
+            return saved.read(
+                cls,
+                path,
+                SCHEMA,
+                if_missing="write one with `vtune bench counters --out`",
+                if_unusable="count anew",
+            )
         except ValueError as error:
-            raise CountersError(f"{path}: damaged ({error}); count anew") from None
+            raise CountersError(str(error)) from None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from loadgen.measure import typed
+import msgspec
+
+from loadgen.measure import saved
 from servers.files import write_atomically
 
 SCHEMA = "vtune.records/1"
@@ -157,11 +159,11 @@ class Records:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write JSON; the file appears whole or not at all."""
-        write_atomically(Path(path), [json.dumps(self.to_json(), separators=(",", ":")), "\n"])
+        write_atomically(Path(path), [_json(self.to_json()), "\n"])
 
     def save_requests(self, path: str | os.PathLike[str]) -> None:
         """Write one JSON object a request and line (JSONL)."""
-        write_atomically(Path(path), (json.dumps(_request_json(record)) + "\n" for record in self.requests))
+        write_atomically(Path(path), (_json(_request_json(record)) + "\n" for record in self.requests))
 
     def to_json(self) -> dict[str, Any]:
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("requests", "client")}
@@ -176,27 +178,24 @@ class Records:
     def load(cls, path: str | os.PathLike[str]) -> Records:
         """Raises RecordsError."""
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
-            raise RecordsError(
-                f"{path}: {error.strerror}; give a file written by `vtune bench run`"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            raise RecordsError(f"{path}: not JSON ({error})") from None
-        return cls.from_json(data, str(path))
-
-    @classmethod
-    def from_json(cls, data: Any, where: str = "records") -> Records:
-        """Raises RecordsError; ``where`` names the source in its message."""
-        schema = data.get("schema") if isinstance(data, dict) else None
-        if schema != SCHEMA:
-            raise RecordsError(f"{where}: schema is {schema!r}, this version reads {SCHEMA!r}; measure again")
-        try:
-            return typed.from_json(cls, {name: data[name] for name in data if name != "schema"}, "the run")
+            return saved.read(
+                cls,
+                Path(path),
+                SCHEMA,
+                if_missing="give a file written by `vtune bench run`",
+                if_unusable="measure again",
+            )
         except ValueError as error:
-            raise RecordsError(f"{where}: damaged ({error}); measure again") from None
+            raise RecordsError(str(error)) from None
 
 
 def _request_json(record: RequestRecord) -> dict[str, Any]:
     """Without the fields that hold their default: a run has thousands of these."""
     return {f.name: value for f in fields(record) if (value := getattr(record, f.name)) != f.default}
+
+
+def _json(plain: dict[str, Any]) -> str:
+    try:
+        return msgspec.json.encode(plain).decode()
+    except UnicodeEncodeError:  # half a character: names of files and models can have one
+        return json.dumps(plain, ensure_ascii=False).encode("utf-8", "replace").decode()

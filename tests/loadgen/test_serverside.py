@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from made_runs import records
@@ -138,6 +138,6 @@ def test_the_page_shows_the_servers_side_where_there_is_one() -> None:
     assert "<h2>Environment</h2>" in page
 
 
-def test_records_with_the_servers_times_are_saved_and_loaded() -> None:
-    data = json.loads(json.dumps(told_run().to_json()))
-    assert Records.from_json(data).requests == told_run().requests
+def test_records_with_the_servers_times_are_saved_and_loaded(tmp_path: Path) -> None:
+    told_run().save(tmp_path / "x.json")
+    assert Records.load(tmp_path / "x.json").requests == told_run().requests

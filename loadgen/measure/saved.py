@@ -1,0 +1,38 @@
+"""Files with a schema: JSON back to the frozen dataclass that it was written from, each value checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+class _Marked(msgspec.Struct):
+    """The one member of every saved file that says what the others are."""
+
+    schema: Any = None
+
+
+def read(kind: type[T], file: Path, schema: str, *, if_missing: str, if_unusable: str) -> T:
+    """An instance of ``kind`` from ``file``; ``if_missing`` and ``if_unusable`` say what to do then.
+
+    Raises ValueError; the message names the file, and the place in it.
+    """
+    try:
+        data = file.read_bytes()
+        marked = msgspec.json.decode(data, type=_Marked).schema
+    except OSError as error:
+        raise ValueError(f"{file}: {error.strerror}; {if_missing}") from None
+    except msgspec.ValidationError:  # not even an object
+        marked = None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"{file}: not JSON ({error})") from None
+    if marked != schema:
+        raise ValueError(f"{file}: schema is {marked!r}, this version reads {schema!r}; {if_unusable}")
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"{file}: damaged ({error}); {if_unusable}") from None
