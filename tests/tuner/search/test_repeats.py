@@ -7,7 +7,6 @@ from dataclasses import replace
 import optuna
 import pytest
 from analytic_target import AnalyticTarget, stall
-from test_optimize import make  # noqa: F401  (a fixture)
 from test_strategy import SLO, drive, result
 from test_strategy import make as make_study
 
@@ -317,7 +316,7 @@ def plateau(config, seed):
     return hazard * stall({**config, "max_num_batched_tokens": max(384, tokens)}) / stall(config)
 
 
-def test_a_search_with_time_left_repeats_what_is_close_beside_the_baseline(make):  # noqa: F811
+def test_a_search_with_time_left_repeats_what_is_close_beside_the_baseline(make):
     job = {"trials": 16, "strategy": "tpe", "fix": ("all",), "vary": {"max_num_batched_tokens": None}}
     optimizer = make(AnalyticTarget(itl_factor=plateau), **job)
     optimizer.run()
@@ -369,7 +368,7 @@ class Companion(Crew):
         return True
 
 
-def test_a_worker_that_waited_for_another_takes_part_in_what_that_has_queued(make):  # noqa: F811
+def test_a_worker_that_waited_for_another_takes_part_in_what_that_has_queued(make):
     optimizer = make(AnalyticTarget(), trials=3, fix=("all",), vary={"max_num_batched_tokens": (512,)})
     optimizer.crew = companion = Companion()
     optimizer.search()

@@ -3,49 +3,14 @@
 import itertools
 import json
 
-import optuna
 import pytest
 from analytic_target import AnalyticTarget, dies_under_load, does_not_start, stall
+from notebook import Notebook
 
 from loadgen.target import StartFailed
-from servers.slo.objective import parse_slo
-from tuner.job.job import Job
-from tuner.runs.interrupts import Interrupts
 from tuner.runs.result import BASELINE
-from tuner.study.observer import Observer
-from tuner.study.optimize import MAX_FAILURES, Optimizer
-from tuner.study.trial import Bench, SetupFailed
-from tuner.workers.storage import open_study
-
-
-class Notebook(Observer):
-    """Writes down what it is told."""
-
-    def __init__(self):
-        self.notes, self.phases, self.trials = [], [], []
-
-    def note(self, text):
-        self.notes.append(text)
-
-    def phase(self, name):
-        self.phases.append(name)
-
-    def trial_ends(self, result, outcome):
-        self.trials.append((result.number, result.status, outcome))
-
-
-@pytest.fixture
-def make(tmp_path):
-    """Optimizers of one study, one after the other."""
-    storage = optuna.storages.InMemoryStorage()
-
-    def build(target, notebook=None, **job):
-        options = {"flags": {}, "rate": 1.0, "budget": None, "trials": 10, "run_seconds": 60.0, **job}
-        bench = Bench(target, notebook or Notebook(), Interrupts(), tmp_path)
-        job = Job(**options)
-        return Optimizer(job, bench, open_study(storage, "s", parse_slo(job.slo).objective))
-
-    return build
+from tuner.study.optimize import MAX_FAILURES
+from tuner.study.trial import SetupFailed
 
 
 def launches(optimizer):
