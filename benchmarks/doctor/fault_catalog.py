@@ -47,10 +47,10 @@ def stream(name: str, prompt: Any, output: Any, **details: Any) -> dict[str, Any
 
 def setup(*load: dict[str, Any], **details: Any) -> Setup:
     """``beside``, ``earlier``: further sides, with what differs from the first one."""
-    own = {
+    own: dict[str, Any] = {
         name: details.pop(name) for name in ("engine", "replicas", "routing", "timeout") if name in details
     }
-    first = overlaid(Side(), {"load": list(load), **own})
+    first = overlaid(Side(), {**own, "load": list(load)})
     beside = tuple(overlaid(first, changes) for changes in details.pop("beside", ()))
     earlier = details.pop("earlier", None)
     return Setup(

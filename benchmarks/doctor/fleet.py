@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -38,7 +39,7 @@ class Counted(PrometheusSource):
     def _asker(self, at: float) -> Ask:
         ask = super()._asker(at)
 
-        def counting(query: str) -> list:  # type: ignore[type-arg]
+        def counting(query: str) -> list[Any]:
             self.queries += 1
             return ask(query)
 
@@ -52,7 +53,7 @@ def fleet(engines: int, every: float) -> Iterator[tuple[Recording, dict[str, str
         yield (capped if number % 10 == 0 else well), {"instance": f"host{number}:8000", "job": "vllm"}
 
 
-def recording(every: float, flags: dict[str, int]) -> Recording:
+def recording(every: float, flags: dict[str, Any]) -> Recording:
     server = VirtualServer(seed=1, scrape_every=every, **flags)
     server.poisson(1.1, each(200, 64), WINDOW_S)
     return record(server.run(WINDOW_S))

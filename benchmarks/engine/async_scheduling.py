@@ -183,10 +183,10 @@ def real(rounds: int) -> None:
             drive(core, clock, requests)
             if number:  # the first round warms up
                 rates[ahead].append(load.count * load.output / clock())
-    plain, ahead = (statistics.median(rates[key]) for key in (False, True))
+    plain, overlapped = (statistics.median(rates[key]) for key in (False, True))
     print(
-        f"bundled model, 8 requests, {rounds} rounds in turn: {plain:.1f} tok/s, async {ahead:.1f} tok/s "
-        f"({ahead / plain - 1:+.1%})"
+        f"bundled model, 8 requests, {rounds} rounds in turn: {plain:.1f} tok/s, "
+        f"async {overlapped:.1f} tok/s ({overlapped / plain - 1:+.1%})"
     )
 
 

@@ -24,12 +24,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.base import AttentionShape
+from engine.kernels.base import AttentionShape, Kernels
 from engine.kernels.cpu import Paged, TorchCache
 from engine.kv.kv_format import KV_FORMATS
 
@@ -117,7 +117,8 @@ def make_problem(
     kernels = TritonKernels(shape, dtype, table, table, device)
     batch = Batch(zeros, zeros, offsets(counts), np.array(contexts, dtype=np.int32), tables, offsets(widths))
     step = kernels.begin(batch)
-    cache = TorchCache(*(Paged.allocate(shape, dtype, sum(widths), device) for _ in range(2)), kind=0)
+    keys, values = (Paged.allocate(shape, dtype, sum(widths), device) for _ in range(2))
+    cache = TorchCache(keys, values, kind=0)
     for half in (cache.keys, cache.values):
         stored, scales = shape.kv_format.quantize(torch.randn(half.stored.shape, device=device).to(dtype))
         half.stored.copy_(stored.view(half.stored.dtype))
@@ -183,23 +184,22 @@ def row_checks(scale: Scale, dtype: torch.dtype) -> Iterator[Check]:
         torch.randn(7, 2 * 640, device=device).to(dtype),
         torch.empty(7, 640, dtype=dtype, device=device),
     )
-    for kind in ("silu", "gelu_tanh"):
-        activation.gate_mul(gate_up, out, kind)  # type: ignore[arg-type]
+    for kind in get_args(activation.Activation):
+        activation.gate_mul(gate_up, out, kind)
         yield (
             f"{kind} {short_name(dtype)}",
             error(out, activation.gate_mul_reference(gate_up, kind)),
             LIMIT[dtype],
-        )  # type: ignore[arg-type]
+        )
     angles = 10 * torch.rand(64, shape.head_dim // 2, device=device)
     places = torch.arange(20, dtype=torch.int32, device=device)
     for name in ("auto", "fp8", "fp8_per_token_head", "int8_per_token_head"):
-        kind = replace(shape, kv_format=KV_FORMATS[name])
-        qkv = torch.randn(20, kind.query_size + 2 * kind.kv_size, device=device).to(dtype)
-        found, wanted = (
-            TorchCache(*(Paged.allocate(kind, dtype, 2, device) for _ in range(2)), kind=0) for _ in range(2)
-        )
-        rope.rope_and_store_reference(qkv, wanted, places, places, angles.cos(), angles.sin(), kind)
-        rope.rope_and_store(qkv, found, places, places, angles.cos(), angles.sin(), kind)
+        stored = replace(shape, kv_format=KV_FORMATS[name])
+        qkv = torch.randn(20, stored.query_size + 2 * stored.kv_size, device=device).to(dtype)
+        halves = [Paged.allocate(stored, dtype, 2, device) for _ in range(4)]
+        found, wanted = (TorchCache(keys, values, kind=0) for keys, values in (halves[:2], halves[2:]))
+        rope.rope_and_store_reference(qkv, wanted, places, places, angles.cos(), angles.sin(), stored)
+        rope.rope_and_store(qkv, found, places, places, angles.cos(), angles.sin(), stored)
         table = torch.arange(2, device=device)[None]
         worst = max(
             error(
@@ -379,11 +379,18 @@ def dry_model(folder: Path) -> str:
     return str(folder)
 
 
-def interpreted(*arguments: Any, **ignored: Any) -> Any:
-    """The GPU's kernels on the CPU, for the dry run."""
+def interpreted(
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    int8: bool = False,
+    graph_sizes: Sequence[int] = (),
+) -> Kernels:
+    """The GPU's kernels on the CPU, for the dry run: without int8 and graphs."""
     from engine.kernels.triton.kernels import TritonKernels
 
-    return TritonKernels(*arguments[:4], torch.device("cpu"))
+    return TritonKernels(shape, dtype, cos, sin, torch.device("cpu"))
 
 
 def run_engine(scale: Scale) -> list[dict[str, Any]]:

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def attend(shape: AttentionShape, short: bool, segments: int = 1) -> None:
 
 
 def make_cache(shape: AttentionShape) -> TorchCache:
-    return TorchCache(*(Paged.allocate(shape, torch.bfloat16, 2) for _ in range(2)), kind=0)
+    keys, values = (Paged.allocate(shape, torch.bfloat16, 2) for _ in range(2))
+    return TorchCache(keys, values, kind=0)
 
 
 def rotate(shape: AttentionShape) -> None:
@@ -140,12 +142,12 @@ def verify(vocab: int, drawn: bool) -> None:
 
 def cases() -> Iterator[tuple[str, Callable[[], None]]]:
     for name, shape in SHAPES.items():
-        yield f"{name} prefill", lambda shape=shape: attend(shape, short=False)
-        yield f"{name} decode, split", lambda shape=shape: attend(shape, short=True, segments=8)
-        yield f"{name} cache write", lambda shape=shape: rotate(shape)
+        yield f"{name} prefill", partial(attend, shape, short=False)
+        yield f"{name} decode, split", partial(attend, shape, short=True, segments=8)
+        yield f"{name} cache write", partial(rotate, shape)
     yield "llama decode", lambda: attend(LLAMA, short=True)
     for width in (576, 4096, 8192):
-        yield f"norm of {width}", lambda width=width: normalise(width, residual=False)
+        yield f"norm of {width}", partial(normalise, width, residual=False)
     yield "norm of 4096 with residual", lambda: normalise(4096, residual=True)
     yield "silu", lambda: gate("silu")
     yield "gelu", lambda: gate("gelu_tanh")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,8 @@ def workload(setting: Setting, num_bursts: int, short_a_long: int, seed: int) ->
         for i, at in enumerate(bursts)
         for j in range(LONG_AT_ONCE)
     ]
-    short, now = [], 0.0
+    short: list[TimedRequest] = []
+    now = 0.0
     while now < burst_every * len(bursts):
         short.append(request(f"short-{len(short)}", now, limit // 64, 32, rng))
         now += rng.exponential(1 / setting.rate)
@@ -64,7 +66,7 @@ def request(name: str, arrival: float, prompt: int, output: int, rng: np.random.
     return TimedRequest(name, arrival, rng.integers(100, VOCABULARY, prompt).tolist(), sampling)
 
 
-def run(setting: Setting, requests: Sequence[TimedRequest], flags: dict[str, int]) -> list[Timeline]:
+def run(setting: Setting, requests: Sequence[TimedRequest], flags: dict[str, Any]) -> list[Timeline]:
     runner, clock = setting.make()
     return drive(EngineCore(replace(setting.config, **flags), runner, clock), clock, requests)
 

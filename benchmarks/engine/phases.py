@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -36,7 +37,8 @@ from engine.sim.simulate import (
 from engine.sim.step_times import StepTimes
 from engine.step import StepOutput, StepPlan
 
-PHASES = ("static", "two-track", "unified")
+Phase = Literal["static", "two-track", "unified"]
+PHASES = get_args(Phase)
 PARTS = ("picture", "online", "offline", "memory")
 VOCABULARY = 49_000
 
@@ -57,7 +59,7 @@ class Row:
     preemptions: int
 
 
-def run(setting: Setting, requests: Sequence[TimedRequest], label: str, **flags: object) -> Row:
+def run(setting: Setting, requests: Sequence[TimedRequest], label: str, **flags: Any) -> Row:
     runner, clock = setting.make()
     core = EngineCore(replace(setting.config, **flags), runner, clock)
     occupancy = Occupancy(core.config.max_num_seqs)
@@ -121,7 +123,7 @@ def four_requests() -> None:
         picture(phase, lengths)
 
 
-def picture(phase: str, lengths: dict[str, int]) -> None:
+def picture(phase: Phase, lengths: dict[str, int]) -> None:
     clock = VirtualClock()
     ends = {name: length + 1 for name, length in lengths.items()}  # the token that ends it takes a slot too
     size = ModelSize(weights_bytes=0, kv_bytes_per_token=1, max_model_len=64)

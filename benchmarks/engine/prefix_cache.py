@@ -31,7 +31,8 @@ def measure(server: OwnServer, prefix: int, rounds: int, seed: int) -> tuple[lis
     def tokens(count: int) -> list[int]:
         return [chooser.randrange(100, VOCABULARY) for _ in range(count)]
 
-    cold, hit = [], []
+    cold: list[float] = []
+    hit: list[float] = []
     for _ in range(rounds):
         shared = tokens(prefix)
         for times in (cold, hit):

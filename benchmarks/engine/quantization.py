@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ def main() -> None:
     windows = [token_ids[i : i + WINDOW] for i in range(0, len(token_ids) - WINDOW + 1, WINDOW)]
     windows = windows[: 1 if given.quick else 8]
     found = exactness(model, windows)
-    flags = {"max_model_len": WINDOW, "enable_prefix_caching": False}
+    flags: dict[str, Any] = {"max_model_len": WINDOW, "enable_prefix_caching": False}
     engines = [LLM(str(model), quantization=method, **flags) for method in METHODS]
     best = [{1: 0.0, 16: 0.0} for _ in METHODS]
     for _ in range(1 if given.quick else 3):

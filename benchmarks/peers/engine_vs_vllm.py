@@ -17,8 +17,9 @@ import math
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from engine.models.bundled import fetch_bundled
 from loadgen.measure.stats import Summary
@@ -51,13 +52,13 @@ def vllm_at_its_best(program: str, model: Path) -> ServerTarget:
 def servers_of(vllm: str, int8: bool) -> Iterator[dict[str, OpenTarget]]:
     """The servers, up: ours, ours in int8 where asked for, vLLM."""
     model = fetch_bundled()
-    targets = [(ServerTarget.bundled(str(model)), FLAGS)]
+    targets: list[tuple[ServerTarget, Mapping[str, Any]]] = [(ServerTarget.bundled(str(model)), FLAGS)]
     if int8:
         ours = ServerTarget.bundled(str(model), name="int8")
         targets.append((ours, {**FLAGS, "quantization": "int8_per_channel"}))
     targets.append((vllm_at_its_best(vllm, model), FLAGS))
     with contextlib.ExitStack() as stack:
-        servers = {}
+        servers: dict[str, OpenTarget] = {}
         for target, flags in targets:
             servers[target.name] = stack.enter_context(target.open(flags))
             print(f"{target.name} ready after {servers[target.name].start_seconds:.1f} s", flush=True)

@@ -69,7 +69,8 @@ def run(tool: Tool, server: Mock, load: Load, *, stamps: bool = False, seconds: 
             timeout=seconds,
         )
     except subprocess.TimeoutExpired as error:
-        raise ToolFailed(f"{tool.name} had not ended after {seconds:.0f} s: {error.stdout or ''}") from None
+        printed = (error.stdout or b"").decode(errors="replace")  # bytes, for all that the call says text
+        raise ToolFailed(f"{tool.name} had not ended after {seconds:.0f} s: {printed}") from None
     if done.returncode not in tool.fine:
         raise ToolFailed(f"{tool.name} ended with {done.returncode}:\n{done.stdout[-1500:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -13,8 +13,8 @@ from sched_sim.schedulers.factory import create_scheduler
 def main() -> None:
     given = json.load(sys.stdin)
     model = PRESETS["a100"].model_dump()  # its preset of an 8B, on its preset of an H100
-    shape = ("model_name", "parameter_count_billions", "num_layers", "hidden_size", "num_heads")
-    shape += ("num_kv_heads", "head_dim", "dtype_bytes")
+    shape = ["model_name", "parameter_count_billions", "num_layers", "hidden_size", "num_heads"]
+    shape += ["num_kv_heads", "head_dim", "dtype_bytes"]
     hardware = PRESETS["h100"].model_copy(update={name: model[name] for name in shape})
     requests = [
         Request(

@@ -216,7 +216,7 @@ def gaussian_process(known: Array, values: Array, points: Array) -> tuple[Array,
     """Mean and deviation at ``points``: Matérn 5/2, its length and noise by the likelihood on a grid."""
     centre, spread = float(values.mean()), float(values.std()) or 1.0
     y = (values - centre) / spread
-    best: tuple[float, float, Array, Array] | None = None
+    best: tuple[float, float, Any, Any] | None = None
     for length in (0.15, 0.3, 0.6, 1.2):
         kernel = matern(known, known, length)
         for noise in (1e-3, 1e-2, 1e-1):

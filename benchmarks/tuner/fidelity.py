@@ -25,6 +25,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy.stats import spearmanr
@@ -87,7 +88,7 @@ class Config:
     load: Load
 
     @property
-    def flags(self) -> dict[str, int]:
+    def flags(self) -> dict[str, Any]:
         return {"max_model_len": 2048, "max_num_batched_tokens": self.budget, "max_num_seqs": self.seqs}
 
     @property

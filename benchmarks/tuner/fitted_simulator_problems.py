@@ -64,9 +64,10 @@ def sketch_of(problem: Problem, entry: Entry) -> Sketch:
     survey = survey_of(problem)
     if problem is MEASURED:
         with server_of(problem).open(problem.baseline) as server:
-            schedules = TABLE_SETTING.load(server, 0, problem.run_seconds).rungs()
+            schedules = list(TABLE_SETTING.load(server, 0, problem.run_seconds).rungs())
     else:
-        schedules = (Builder(problem, server_of(problem)).load(survey.max_model_len).confirmation(0),)
+        builder = Builder(problem, server_of(problem))
+        schedules = [builder.load(survey.max_model_len).confirmation(0)]
     baseline = TrialResult(
         0,
         problem.baseline,

@@ -88,16 +88,16 @@ class TableBench(Bench):
         if not reason:
             world.load(entry, 1 - SHORT_SHARE)
         measured, bounds = (short, criteria.short_bounds) if reason else (whole, criteria.bounds)
-        server = {"peak_running": running(world.problem, entry, flags), **known(entry.server)}
+        seen = {"peak_running": running(world.problem, entry, flags), **known(entry.server)}
         if reason:  # a short rung has too few scrapes for a peak
-            server |= {"peak_running": None, "peak_kv_usage": None}
+            seen |= {"peak_running": None, "peak_kv_usage": None}
         return result(
             "stopped" if reason else "measured",
             reason,
             violations={SERVES: 0.0, **measured.violations(bounds)},
             measurement=measured,
             short=short,
-            **server,
+            **seen,
         )
 
 
@@ -148,7 +148,8 @@ class TableFinals(Finals):
             for _ in range(pairs):
                 world.load(entry)
             sides.append(world.fresh(flags, pairs))
-        return judge(*sides, self.slo, best.number, baseline.feasible)
+        a, b = sides
+        return judge(a, b, self.slo, best.number, baseline.feasible)
 
 
 class Bookkeeper(Observer):

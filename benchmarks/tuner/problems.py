@@ -86,7 +86,7 @@ class Problem:
 
     def flags(self, chosen: Mapping[str, int | float]) -> dict[str, Any]:
         """``chosen`` by axis, as a server is started with it."""
-        flags = {name: value for name, value in chosen.items() if name != DRAFTS}
+        flags: dict[str, Any] = {name: value for name, value in chosen.items() if name != DRAFTS}
         if drafts := chosen.get(DRAFTS, 0):
             flags[SPECULATION] = {"method": "ngram", DRAFTS: drafts}
         return {**self.baseline, **flags}
@@ -101,7 +101,7 @@ class Problem:
             flags[SEQS],
             flags.get(MEMORY, 0.92),
             threshold if threshold < tokens else 0,
-            min(self.axes.get(DRAFTS, (0,)), key=lambda known: abs(known - drafts)),
+            int(min(self.axes.get(DRAFTS, (0,)), key=lambda known: abs(known - drafts))),
         )
 
 
