@@ -14,10 +14,9 @@ from benchmarks.engine.soak_verdict import GROWTH_MB, SPARE_FILES, Rest, Trend, 
 CALM = [Rest(60.0 * i, 0.0, 0, True, 900.0, 200.0, 20, 15) for i in range(30)]
 
 
-def with_values(**values: list[float]) -> list[Rest]:
-    return [
-        replace(rest, **{name: column[i] for name, column in values.items()}) for i, rest in enumerate(CALM)
-    ]
+def with_values(**values: list[Any]) -> list[Rest]:
+    rows = ({name: column[i] for name, column in values.items()} for i in range(len(CALM)))
+    return [replace(rest, **row) for rest, row in zip(CALM, rows, strict=True)]
 
 
 def test_a_calm_server_passes() -> None:

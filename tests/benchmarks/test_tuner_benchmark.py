@@ -114,7 +114,9 @@ def test_limits_that_no_run_reaches_need_no_run_of_their_own() -> None:
     assert found.entries[problem.key(ample)].figures == found.entries[problem.key(alike)].figures
     told = found.entries[problem.key(ample)].server
     assert (told.preemptions, told.prefix_hits) == (0, 0)
+    assert told.peak_running is not None
     assert 0 < told.peak_running < 64
+    assert told.peak_kv_usage is not None
     assert 0 < told.peak_kv_usage < 1
     assert all(
         read_table(problem, to_json(found)).entries[k].server == e.server for k, e in found.entries.items()

@@ -180,7 +180,7 @@ def test_credentials_of_no_use_are_refused_in_words(tmp_path: Path) -> None:
         (r"--ca-file says whom to trust, --insecure", {"ca_file": token, "insecure": True}),
     ):
         with pytest.raises(AccessError, match=complaint) as refused:
-            read_access({}, **given)  # type: ignore[arg-type]
+            read_access({}, **given)
         assert SECRET not in str(refused.value)
 
 

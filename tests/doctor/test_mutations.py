@@ -333,26 +333,22 @@ DAMAGES: dict[str, Damage] = {
 }
 
 HELD = {
-    name: Server(**details)
-    for name, details in {
-        "healthy": {},
-        "capped": {"running": 2, "waiting": 9, "kv": 0.02},
-        "overloaded": {
-            "running": 128,
-            "waiting": lambda t: 150 * t,
-            "histograms": {
-                "itl": {0.35: 1000},
-                "ttft": {8.1: 10},
-                "queue_time": {8.0: 10},
-                "tpot": {0.35: 10},
-            },
+    "healthy": Server(),
+    "capped": Server(running=2, waiting=9, kv=0.02),
+    "overloaded": Server(
+        running=128,
+        waiting=lambda t: 150 * t,
+        histograms={
+            "itl": {0.35: 1000},
+            "ttft": {8.1: 10},
+            "queue_time": {8.0: 10},
+            "tpot": {0.35: 10},
         },
-        "preempting": {"running": 16, "waiting": 6, "kv": 0.99, "counters": {"preemptions": 3}},
-        "speculating": {
-            "running": 16,
-            "counters": {"drafts": 1000, "draft_tokens": 5000, "accepted_tokens": 200},
-        },
-    }.items()
+    ),
+    "preempting": Server(running=16, waiting=6, kv=0.99, counters={"preemptions": 3}),
+    "speculating": Server(
+        running=16, counters={"drafts": 1000, "draft_tokens": 5000, "accepted_tokens": 200}
+    ),
 }
 """Synthetic servers, so that this runs without the recordings."""
 FLAGS = {"max_num_seqs": 2}

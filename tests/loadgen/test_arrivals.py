@@ -1,5 +1,7 @@
 """The acceptance rows for arrivals, on fixed seeds: at least 5,000 of them each."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy import stats
@@ -82,7 +84,7 @@ def test_a_closed_loop_plans_no_times() -> None:
 
 @pytest.mark.parametrize("arrival", [Constant(9.0), Poisson(9.0), Gamma(9.0, 0.5), Ramp(1.0, 9.0, 5.0)])
 def test_extent(arrival: Arrival) -> None:
-    def times(**extent: float) -> np.ndarray:
+    def times(**extent: Any) -> np.ndarray:
         return arrival.times(np.random.default_rng(1), **extent)
 
     within = times(duration=20.0)

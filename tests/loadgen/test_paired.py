@@ -35,9 +35,9 @@ def test_one_pair_proves_nothing() -> None:
 
 
 def test_equal_runs_have_a_point_interval() -> None:
-    assert paired_effect([3, 4], [3, 4]) == Effect(
-        2, pytest.approx(12**0.5), pytest.approx(12**0.5), 1, 1, 1, 1
-    )
+    effect = paired_effect([3, 4], [3, 4])
+    assert effect == Effect(2, effect.a, effect.b, 1, 1, 1, 1)
+    assert (effect.a, effect.b) == pytest.approx((12**0.5, 12**0.5))
 
 
 def test_wild_pairs_do_not_overflow() -> None:

@@ -38,7 +38,8 @@ def recording(url: str, path: Path) -> Iterator[tuple[str, Recorder]]:
     import threading
 
     recorder = Recorder(path)
-    ready, box = threading.Event(), {}
+    ready = threading.Event()
+    box: dict[str, Any] = {}
 
     async def main() -> None:
         box["loop"], box["stop"] = asyncio.get_running_loop(), asyncio.Event()

@@ -208,7 +208,8 @@ def test_a_lifeline_held_by_somebody_else_does_not_keep_the_server(tmp_path: Pat
     forking = PARENT.replace('print("started"', 'import os; os.fork() or time.sleep(600); print("started"')
     with parent(forking, log, 0.2) as user:
         started(log)
-        fork = next(p for p in psutil.Process(user.pid).children() if p.cmdline()[:2] == user.args[:2])
+        children = psutil.Process(user.pid).children()
+        fork = next(p for p in children if p.cmdline()[:2] == [sys.executable, "-c"])
         servers = [p for p in tree(user.pid)[1:] if p != fork]
         try:
             assert len(servers) == 2

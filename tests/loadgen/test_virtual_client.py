@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -74,14 +75,14 @@ class StepServer:
         self.now = max(self.now, moment)
 
 
-def load(count: int, output: int = 5, **options: object) -> Schedule:
+def load(count: int, output: int = 5, **options: Any) -> Schedule:
     workload = Workload("w", (RequestClass("c", 1, Length(20), Length(output)),))
     arrival = options.pop("arrival", Constant(10.0))
     return workload.schedule(seed=0, arrival=arrival, num_requests=count, warmup=0, **options)
 
 
 def run(
-    schedule: Schedule, replicas: int = 1, policy: Policy = "least-loaded", **options: object
+    schedule: Schedule, replicas: int = 1, policy: Policy = "least-loaded", **options: Any
 ) -> tuple[Records, list[StepServer]]:
     servers = [StepServer() for _ in range(replicas)]
     client = VirtualClient(schedule, servers, make_route(policy, replicas, schedule), **options)

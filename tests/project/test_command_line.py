@@ -13,7 +13,7 @@ from pages import PAGES
 
 import vtune_cli
 
-TREE = typer.main.get_command(vtune_cli.app)
+TREE: Any = typer.main.get_command(vtune_cli.app)
 
 
 def _commands(node: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
