@@ -66,7 +66,7 @@ def test_transformers_and_torch_are_not_imported() -> None:
     code = (
         "import sys; from engine.text.tokenizer import Tokenizer; "
         "from engine.models.bundled import fetch_bundled;"
-        "from engine.models.model_config import load_model_config;"
+        "from engine.models.checkpoint import load_model_config;"
         "path = fetch_bundled(); t = Tokenizer.load(path); t.encode('x'); load_model_config(path);"
         "t.apply_chat_template([{'role': 'user', 'content': 'x'}]);"
         "print([m for m in ('torch', 'transformers', 'gguf') if m in sys.modules])"

@@ -5,7 +5,7 @@ import pytest
 from analytic_target import AnalyticTarget
 
 from loadgen.compare import compare
-from loadgen.measure.record import Records
+from loadgen.measure.stats import Summary
 from loadgen.plan.workload import Length, RequestClass, Workload, preset
 from servers.slo.bounds import Bound
 from servers.slo.objective import PRESETS, parse_slo
@@ -125,10 +125,13 @@ def test_each_run_is_summarised_once(monkeypatch):
     """Measured together, without each in turn and run by run for the percentiles' intervals."""
     seeds = LOAD.confirmation_seeds(3)
     comparison = compare(AnalyticTarget(), BASELINE, BEST, LOAD.confirmation, seeds=seeds, metrics=[])
-    made, summary = [], Records.summary
-    monkeypatch.setattr(
-        Records, "summary", lambda records, bounds=(): made.append(bounds) or summary(records, bounds)
-    )
+    made = []
+
+    def summarised(records, bounds=()):
+        made.append(bounds)
+        return Summary(records, bounds)
+
+    monkeypatch.setattr("tuner.runs.measure.Summary", summarised)
     assert assess(comparison, PRESETS["itl"], dict.fromkeys(seeds, 60.0), 7, True).pairs == 3
     assert len(made) == 6
 
