@@ -233,7 +233,7 @@ class EngineCore:
         started_at, plan, pending = self._in_flight
         next_started_at, upcoming = self.clock(), scheduler.schedule()
         output = self._update(plan, pending.result())
-        upcoming = scheduler.settle(upcoming)
+        upcoming = scheduler.reconcile(upcoming)
         self._in_flight = None
         if upcoming.scheduled or upcoming.failed or upcoming.transfers or scheduler.has_unfinished:
             self._in_flight = _InFlight(next_started_at, upcoming, runner.start(upcoming))

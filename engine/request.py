@@ -127,7 +127,7 @@ class Gate(ABC):
         then ends with FINISHED_ERROR."""
 
 
-class OutputForm(Protocol):
+class OutputGrammar(Protocol):
     """The form that a request's output must have, compiled: see ``engine.structured``."""
 
     @property
@@ -188,7 +188,7 @@ class Request:
     """Prefix-hit tokens at the first admission."""
     gate: Gate | None = None
     """What it waits for beside its turn; None: nothing. Set before it is added, cleared once it is open."""
-    grammar: OutputForm | None = None
+    grammar: OutputGrammar | None = None
     """What its ``structured_outputs`` were compiled to, once they are. It outlives a preemption."""
     error: str = ""
     """Why it ended with FINISHED_ERROR, in words for whoever sent it."""

@@ -2,8 +2,8 @@
 
 With a thousand requests, one object for each in every step costs more than to decide what they do. So the
 three collections that cross the seam may be columns: :class:`Rows`, :class:`OneEach` and :class:`Outputs` are
-an ordinary sequence, mapping and sequence, whose items are made when somebody asks for them. Who is in a
-hurry reads the columns.
+an ordinary sequence, mapping and sequence; each item is made when it is read. Code that must be fast reads
+the columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from engine.kv.kv_transfer import KVTransfers
 
 PLACEHOLDER_TOKEN_ID = -1
-"""A draft nobody proposed: it pads a request that is admitted one token short. The runner must reject it."""
+"""Stands in for a draft that was not proposed, beside a request that is admitted one token short of its end.
+The runner must reject it."""
 
 
 class AdmissionStop(Enum):
@@ -56,16 +57,16 @@ class ScheduledRequest(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Rows(Sequence[ScheduledRequest]):
-    """Scheduled requests as columns: row i of each is one request's. What few of them have is sparse."""
+    """Scheduled requests as columns: row i of each belongs to one request. Rare properties are sparse."""
 
     requests: list[Request] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     """``num_tokens`` of each."""
     drafts: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Of the requests (by id) that have some."""
+    """By request id, for those that have drafts."""
     silent: set[str] = field(default_factory=set)
-    """Requests (by id) that emit nothing: they are mid-prefill after this step."""
+    """Ids of the requests that emit nothing, as they are mid-prefill after this step."""
 
     @classmethod
     def of(cls, items: Iterable[ScheduledRequest]) -> Rows:
@@ -89,7 +90,7 @@ class Rows(Sequence[ScheduledRequest]):
             self.silent.add(request.request_id)
 
     def remove(self, request: Request) -> int:
-        """Take the row of ``request`` out, if it has one. Returns its ``num_tokens``, else 0."""
+        """Remove the row of ``request``, if it has one. Returns its ``num_tokens``, else 0."""
         if request not in self.requests:
             return 0
         row = self.requests.index(request)
@@ -100,7 +101,7 @@ class Rows(Sequence[ScheduledRequest]):
 
     @property
     def emitting(self) -> list[Request]:
-        """Those that emit, in order."""
+        """The requests that emit, in order."""
         silent = self.silent
         return [r for r in self.requests if r.request_id not in silent] if silent else self.requests
 
@@ -126,47 +127,47 @@ class Rows(Sequence[ScheduledRequest]):
 
 
 @dataclass(frozen=True, slots=True)
-class Cruise:
+class FastDecodes:
     """Requests that decode one token each and have no row in the plan (see :mod:`engine.sim.fast_decode`)."""
 
     count: int = 0
     context: int = 0
-    """Tokens that are computed of all of them together, before the step."""
+    """Their tokens computed before the step, summed."""
     left: tuple[str, ...] = ()
-    """Who has cruised up to the step before and does no more."""
+    """Ids of the requests that were among them in the step before and are not now."""
 
 
-AT_REST = Cruise()
+NO_FAST_DECODES = FastDecodes()
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the scheduler decided. ``scheduled`` is in order: running requests first, then the admitted."""
+    """What the scheduler decided. ``scheduled`` has the running requests first, then the admitted ones."""
 
     step: int
     scheduled: Sequence[ScheduledRequest]
     """A :class:`Rows` where a :class:`~engine.scheduling.scheduler.UnifiedScheduler` made it."""
     token_budget: int
     """The budget the step began with, in tokens."""
-    cruise: Cruise = AT_REST
-    """Who decodes without a row; nobody, but in simulations."""
+    fast_decodes: FastDecodes = NO_FAST_DECODES
+    """Requests that decode without a row; used in simulations only."""
     admitted_with_computed: dict[str, int] = field(default_factory=dict)
     """Prefix-hit tokens of each request admitted or resumed in this step."""
     preempted: tuple[str, ...] = ()
     num_running: int = 0
     num_waiting: int = 0
     num_deferred: int = 0
-    """Of these, who was passed over for want of something else than room, such as a grammar."""
+    """Of these, how many were passed over for something other than room, such as a grammar."""
     free_blocks: int = 0
     """Free blocks right after scheduling (cached blocks without references count as free)."""
     admission_stop: AdmissionStop | None = None
-    """Why somebody still waits; None when nobody does."""
+    """Why requests still wait; None when none do."""
     failed: tuple[Request, ...] = ()
     """Requests whose gate will never open: ``update`` reports them."""
     transfers: KVTransfers | None = None
     """What the KV connector has to move."""
     padding: tuple[int, ...] = ()
-    """Token slots computed for nobody, a sequence each: what static batching pads its members with."""
+    """Lengths in tokens of the sequences that static batching pads its batch with; their output is unused."""
     swap_out: tuple[tuple[int, int], ...] = ()
     """KV blocks to copy before anything is computed: (on the device, on the host)."""
     swap_in: tuple[tuple[int, int], ...] = ()
@@ -174,7 +175,7 @@ class StepPlan:
 
     @property
     def num_scheduled_tokens(self) -> int:
-        return sum(self.rows.counts) + self.cruise.count
+        return sum(self.rows.counts) + self.fast_decodes.count
 
     @property
     def rows(self) -> Rows:
@@ -221,7 +222,7 @@ class StepResult:
     """What the runner computed. A request that emits maps to at least one token (accepted drafts + 1)."""
 
     tokens: Mapping[str, list[int]]
-    """A :class:`OneEach` where nobody verified drafts spares the scheduler most of its update."""
+    """A :class:`OneEach`, possible where no drafts were verified, saves the scheduler most of its update."""
     drafts: dict[str, list[int]] = field(default_factory=dict)
     """Drafts proposed for the NEXT step."""
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
@@ -234,8 +235,8 @@ class RequestOutput(NamedTuple):
     token_ids: tuple[int, ...]
     finish: RequestStatus | None = None
     stop_reason: int | str | None = None
-    """The stop token id that ended it, where one of ``stop_token_ids`` did; with FINISHED_ERROR why, in
-    words for whoever sent the request."""
+    """The id in ``stop_token_ids`` that ended it, if one did; with FINISHED_ERROR the message for the
+    client."""
     logprobs: tuple[TokenLogprobs, ...] = ()
 
     @classmethod
@@ -246,11 +247,11 @@ class RequestOutput(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Outputs(Sequence[RequestOutput]):
-    """Request outputs as columns: one token each and nothing else to tell, but for ``others``."""
+    """Request outputs as columns: one token each and nothing else, except for the rows in ``others``."""
 
     request_ids: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    """The first token of each; what it is where ``others`` has the row does not matter."""
+    """The first token of each; unused where ``others`` has the row."""
     others: dict[int, RequestOutput] = field(default_factory=dict)
     """Rows with several tokens, logprobs or a finish, in ascending order."""
 
@@ -272,7 +273,7 @@ class Outputs(Sequence[RequestOutput]):
         self.token_ids.append(tokens[0] if tokens else PLACEHOLDER_TOKEN_ID)
 
     def with_tokens(self) -> list[str]:
-        """The requests that any token came of: not those that were refused."""
+        """The requests that emitted a token; those that were refused are left out."""
         empty = [row for row, output in self.others.items() if not output.token_ids]
         if not empty:
             return self.request_ids
@@ -304,7 +305,7 @@ class Outputs(Sequence[RequestOutput]):
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What ``update`` reports to the outside, and the counts the metrics are made of."""
+    """What ``update`` reports, and the counts that the metrics are made of."""
 
     outputs: Sequence[RequestOutput]
     """An :class:`Outputs` where a :class:`~engine.scheduling.scheduler.UnifiedScheduler` made it."""
@@ -318,7 +319,7 @@ class StepOutput:
 
     @classmethod
     def of(cls, outputs: Outputs, finished: Sequence[Request], accepted: list[tuple[int, int]]) -> StepOutput:
-        """With the sums over ``accepted``: (drafts verified, of these accepted) per request that had some."""
+        """With the sums over ``accepted``: (drafts verified, drafts accepted) per request that had drafts."""
         longest = max((count for _, count in accepted), default=0)
         return cls(
             outputs=outputs,

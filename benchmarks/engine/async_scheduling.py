@@ -109,7 +109,7 @@ def measure_host(load: Load, ahead: bool) -> HostTime:
         output = scheduler.update(plan, result)
         core.metrics.observe(plan, output, began)
         if upcoming is not None:
-            plan = scheduler.settle(upcoming)
+            plan = scheduler.reconcile(upcoming)
         booked = time.perf_counter()
         if upcoming is None:
             plan = scheduler.schedule()

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 from engine.config import EngineConfig
 from engine.kv.kv_cache import KVCacheManager
 from engine.request import Request, RequestStatus
-from engine.scheduling.scheduler_base import Roster
+from engine.scheduling.scheduler_base import SchedulerBase
 from engine.scheduling.waiting import FCFSQueue
 from engine.step import AdmissionStop, RequestOutput, Rows, StepOutput, StepPlan, StepResult
 
 
-class LabScheduler(Roster, ABC):
+class BaselineScheduler(SchedulerBase, ABC):
     """A scheduler of plain loops. First come, first served; a prompt is computed whole, in one step; no
     drafts.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 
-from engine.baselines.base import LabScheduler
+from engine.baselines.base import BaselineScheduler
 from engine.config import EngineConfig
 from engine.request import Request, RequestStatus
 from engine.step import AdmissionStop, Rows, StepPlan
 
 
-class StaticBatchScheduler(LabScheduler):
+class StaticBatchScheduler(BaselineScheduler):
     """A batch is formed of whoever waits when the last one has ended, and nobody joins it.
 
     Prompts are padded to the longest of the batch, and whoever has ended goes on as padding until the last

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.baselines.base import LabScheduler
+from engine.baselines.base import BaselineScheduler
 from engine.config import EngineConfig
 from engine.request import Request, RequestStatus
 from engine.step import AdmissionStop, Rows, StepPlan
@@ -26,7 +26,7 @@ class _Step:
     swap_in: list[tuple[int, int]] = field(default_factory=list)
 
 
-class TwoTrackScheduler(LabScheduler):
+class TwoTrackScheduler(BaselineScheduler):
     """A step is either prefill or decode. Whoever waits and fits is prefilled first; else everybody who runs
     decodes a token.
 

@@ -71,7 +71,7 @@ def explain(setup: Setup, arrivals: Sequence[Arrival]) -> Iterator[ExplainedStep
     """Run until every request is finished. Raises ExplainError once nothing can ever happen again."""
     scheduler = make_scheduler(setup.engine, setup.num_gpu_blocks, setup.num_host_blocks)
     if isinstance(scheduler, UnifiedScheduler):
-        scheduler.mends_hashes = False  # to show what the real one decides; nothing is computed here
+        scheduler.unhashes_preempted = False  # to show what the real one decides; nothing is computed here
     places = {arrival.request_id: place for place, arrival in enumerate(arrivals)}
     coming: dict[int, list[Request]] = {}
     for place, arrival in enumerate(arrivals):

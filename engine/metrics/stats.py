@@ -119,7 +119,7 @@ class StepObserver:
         self._last_token: dict[str, float] = {}
         """When each request put out its last token, beside the timelines to be updated in one go."""
         self._ended = 0.0
-        """When the last step ended: then everybody who cruises put out a token."""
+        """When the last step ended, and with it every request in fast decode emitted a token."""
         self._seen = _counts(scheduler.stats)
         self._num_deferred = 0
 
@@ -135,11 +135,11 @@ class StepObserver:
             timeline = self._timelines.get(request_id)
             if timeline is not None and timeline.scheduled is None:
                 timeline.scheduled = started_at
-        outputs, cruise = Outputs.of(output.outputs), plan.cruise
+        outputs, decodes = Outputs.of(output.outputs), plan.fast_decodes
         request_ids = outputs.with_tokens()
-        self._last_token.update(dict.fromkeys(cruise.left, self._ended))
+        self._last_token.update(dict.fromkeys(decodes.left, self._ended))
         # One pass in C over the requests of a step: most put their last token out at the same moment.
-        before: Counter[float | None] = Counter({self._ended: cruise.count} if cruise.count else ())
+        before: Counter[float | None] = Counter({self._ended: decodes.count} if decodes.count else ())
         before.update(map(self._last_token.get, request_ids))
         begun = self._begin(request_ids, now) if before.pop(None, 0) else []
         self._last_token.update(dict.fromkeys(request_ids, now))
@@ -153,8 +153,8 @@ class StepObserver:
             prompt_tokens=sum(request.num_prompt_tokens for request in begun),
             prompt_tokens_cached=sum(request.num_cached_tokens for request in begun),
             prompt_tokens_external=sum(request.num_external_tokens for request in begun),
-            generation_tokens=outputs.num_tokens + cruise.count,
-            had_output=bool(outputs) or cruise.count > 0,
+            generation_tokens=outputs.num_tokens + decodes.count,
+            had_output=bool(outputs) or decodes.count > 0,
             first_token_latencies=tuple(now - request.arrival_time for request in begun),
             inter_token_latencies=tuple(
                 (now - last, count) for last, count in before.items() if last is not None
@@ -166,8 +166,9 @@ class StepObserver:
             accepted_per_position=output.accepted_per_position,
         )
 
-    def cruised(self) -> float:
-        """A step has ended in which everybody merely cruised. Returns the latency of all its tokens."""
+    def observe_fast_decodes(self) -> float:
+        """A step has ended in which all requests were in fast decode. Returns the latency of its tokens, in
+        seconds."""
         before, self._ended = self._ended, self._clock()
         return self._ended - before
 

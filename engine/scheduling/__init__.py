@@ -1,1 +1,1 @@
-"""Who computes how many tokens in the next step."""
+"""Scheduling: how many tokens each request computes in the next step."""

@@ -1,4 +1,4 @@
-"""Async scheduling: a plan made ahead of its time becomes exact once the step before it is known."""
+"""Async scheduling: bring a plan that was made ahead in line with the outcome of the step before it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from engine.request import RequestStatus
 from engine.step import PLACEHOLDER_TOKEN_ID, Rows, StepPlan
 
 
-def settle(plan: StepPlan, unknown_drafts: Sequence[int]) -> StepPlan:
-    """``plan`` was made while the step before it computed, in the belief that nobody stops and all drafts
-    hold; now that step is booked.
+def reconcile(plan: StepPlan, unknown_drafts: Sequence[int]) -> StepPlan:
+    """``plan`` was made while the step before it computed, assuming that no request ends and all drafts are
+    accepted. That step is now booked.
 
-    Who has stopped is left out. Everybody else starts where their drafts ceased to hold, and the drafts
-    proposed meanwhile take the places that were kept for them; ``unknown_drafts`` are the places to keep in
-    the step after this one.
+    Requests that have ended are left out. The others start after their last accepted draft, and the drafts
+    proposed meanwhile replace the placeholders kept for them. ``unknown_drafts`` are the placeholders to keep
+    in the step after this one.
     """
     rows = Rows()
     for request, _, num_tokens, drafts, emits in plan.scheduled:

@@ -1,4 +1,4 @@
-"""What one step has to give: tokens, input slots, and places for prompts that it leaves half-way."""
+"""What one step can spend: tokens, input slots, and places for prompts that it leaves half computed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from engine.step import AdmissionStop, Rows
 
 @dataclass(slots=True)
 class StepBudget:
-    """Two budgets: tokens that may be scheduled, and rows of the runner's input, of which a request takes
-    one for each of its tokens and ``draft_slots`` more, into which a draft model appends what it drafts."""
+    """Two budgets: tokens to schedule, and rows of the runner's input. A request takes one row per token, and
+    ``draft_slots`` more for what a draft model appends."""
 
     tokens: int
     inputs: int
@@ -23,7 +23,7 @@ class StepBudget:
 
     @property
     def left(self) -> int:
-        """The most tokens that one more request can get; 0 or less: nobody gets any."""
+        """The most tokens that one more request can get; 0 or less: none."""
         return min(self.tokens, self.inputs - self.draft_slots)
 
     def take(self, num_tokens: int, num_requests: int = 1) -> None:
@@ -41,8 +41,8 @@ class StepBudget:
 class PartialPrefills:
     """How many requests a step may leave mid-prefill, and how many of these may be long.
 
-    A request is long while it lacks more than ``threshold`` tokens. Those that run take their places first; a
-    waiting request for which none is left must be computed to its end in this step, or wait.
+    A request is long while it lacks more than ``threshold`` tokens. Running requests take their places first.
+    A waiting request that finds no place left must be computed to its end in this step, or wait.
     """
 
     places: int = MAX_COUNT
@@ -51,7 +51,7 @@ class PartialPrefills:
 
     @classmethod
     def of(cls, config: EngineConfig, scheduled: Rows) -> PartialPrefills:
-        """What ``scheduled``, the share of the running requests, leaves over."""
+        """What remains beside ``scheduled``, the rows of the running requests."""
         if config.max_num_partial_prefills is None:
             return cls()
         limits = cls(
@@ -63,7 +63,7 @@ class PartialPrefills:
         return limits
 
     def refuse(self, lacks: int) -> AdmissionStop | None:
-        """Why a request that lacks so many tokens cannot be left mid-prefill; None: it can."""
+        """Why a request that lacks that many tokens cannot be left mid-prefill; None: it can."""
         if self.places <= 0:
             return AdmissionStop.PREFILLS
         if lacks > self.threshold and self.long_places <= 0:

@@ -1,9 +1,9 @@
-"""The steady path: what most requests do in most steps, at a fraction of the rule loop's cost.
+"""The decode fast path: what most requests do in most steps, at a fraction of the rule loop's cost.
 
-A request decodes plainly when it lacks exactly its last token and has no drafts. No cap but the budget can
-cut that one token, and it needs the pool only where it enters a block or fills one. The scheduler's rules
-then come down to the short loops here, which must decide exactly as they do; tests hold the two equal.
-With async scheduling its last token is still in flight when the next one is planned, which is another loop.
+A request decodes plainly when only its last token is not computed and it has no drafts. Only the budget can
+withhold that one token, and it needs the pool only where it enters a block or fills one. The scheduler's
+rules then reduce to the short loops here, which must decide exactly the same; tests hold the two equal. With
+async scheduling the last token is still in flight when the next one is planned, which is a second loop.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from engine.request import Request, RequestStatus
 from engine.step import Outputs, Rows, StepPlan
 
 RUNNING = RequestStatus.RUNNING
-"""By a name of its own, as looking it up in an Enum takes longer than comparing with it."""
+"""A module constant, as looking it up in the Enum takes longer than comparing with it."""
 
 
 def plan_decodes(running: list[Request], budget: int, kv: KVCacheManager) -> Rows:
     """Rows for the longest head of ``running`` that decodes plainly within ``budget`` and the free blocks.
 
-    Their ``num_computed_tokens`` have moved on, and their blocks are taken. Whoever follows them has not been
-    touched: it is for the rule loop.
+    Their ``num_computed_tokens`` are advanced, and their blocks are taken. The requests behind them are left
+    to the rule loop, unchanged.
     """
     block_size, last, num_free = kv.block_size, kv.block_size - 1, kv.pool.num_free
     requests = running[:budget]
@@ -50,11 +50,11 @@ def plan_decodes(running: list[Request], budget: int, kv: KVCacheManager) -> Row
 
 
 def plan_decodes_ahead(running: list[Request], budget: int, kv: KVCacheManager) -> tuple[Rows, int]:
-    """:func:`plan_decodes` while the step before this one computes: for whoever gets his last token from it.
+    """As :func:`plan_decodes`, while the step before this one computes the last token of each request.
 
-    That token's place is known, and all that it decides of this step is whether the request is still there.
-    Requests whose end it is by length have no row. Returns also how many of ``running`` are dealt with. There
-    are no drafts, and a block is hashed one step after it is full, as its last token is known only then.
+    Where that token goes is known; what it is decides only whether the request is still there. A request that
+    it ends by length gets no row. Returns also how many of ``running`` were handled. There are no drafts. A
+    block is hashed one step after it is full, as its last token is known only then.
     """
     block_size, num_free = kv.block_size, kv.pool.num_free
     requests: list[Request] = []
@@ -91,10 +91,10 @@ def _book_blocks(kv: KVCacheManager, entering: list[Request], filling: list[Requ
 
 
 def land_tokens(requests: Sequence[Request], kv: KVCacheManager) -> None:
-    """With async scheduling: the one token that each request had in flight has come.
+    """With async scheduling: the one token that each request had in flight has arrived.
 
-    Blocks that became full with the token before it were hashed when the next step was planned, unless the
-    request has no part in that.
+    Blocks that the token before it filled were hashed when the next step was planned, unless the request is
+    not in that step.
     """
     for request in requests:
         if request.status is RUNNING:
@@ -104,8 +104,8 @@ def land_tokens(requests: Sequence[Request], kv: KVCacheManager) -> None:
 
 
 def drop_ended(plan: StepPlan) -> StepPlan:
-    """``plan``, made while the step before it computed, without those who ended with that one. There are no
-    drafts, so everybody else is where the plan has them."""
+    """``plan``, made while the step before it computed, without the requests that ended with that step. There
+    are no drafts, so all others start where the plan says."""
     rows = plan.rows
     alive = [request.status is RUNNING for request in rows.requests]
     if all(alive):
@@ -119,10 +119,10 @@ def drop_ended(plan: StepPlan) -> StepPlan:
 def append_tokens(
     requests: Sequence[Request], token_ids: list[int]
 ) -> tuple[Outputs, list[tuple[int, Request]]]:
-    """Give each request its one token. Returns what that puts out, and the rows that may have met their end.
+    """Give each request its one token. Returns the outputs, and the rows that may have ended.
 
-    Requests that do not run any more (they were aborted meanwhile) are left out. Without drafts nothing is
-    rejected, and every block that is full was hashed when the step was planned.
+    Requests that were aborted meanwhile are left out. Without drafts nothing is rejected, and every full
+    block was hashed when the step was planned.
     """
     alive = [request.status is RUNNING for request in requests]
     if not all(alive):

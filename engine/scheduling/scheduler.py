@@ -1,8 +1,8 @@
-"""The policy: one token budget a step, no prefill or decode phase.
+"""The scheduling policy: one token budget per step, no prefill or decode phase.
 
-What a request gets is ``min(what it lacks, every cap)``. It lacks its tokens (prompt and outputs) and drafts
-that are not computed yet: 1 when it decodes, 1 + k with k drafts, thousands when it is new or was preempted.
-Requests that run are served first, in order; what is left of the budget admits requests that wait.
+A request gets ``min(what it lacks, every cap)``. It lacks its tokens (prompt and outputs) and drafts that are
+not computed yet: 1 when it decodes, 1 + k with k drafts, thousands when it is new or was preempted. Running
+requests are served first, in order; the rest of the budget admits waiting requests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.kv.kv_cache import KVCacheManager
 from engine.kv.kv_loading import KVLoading
 from engine.kv.kv_offload import HostOffload
 from engine.request import GateError, Request, RequestStatus
-from engine.scheduling.async_plan import settle
+from engine.scheduling.async_plan import reconcile
 from engine.scheduling.budget import PartialPrefills, StepBudget
 from engine.scheduling.decode_fast_path import (
     append_tokens,
@@ -24,13 +24,13 @@ from engine.scheduling.decode_fast_path import (
     plan_decodes,
     plan_decodes_ahead,
 )
-from engine.scheduling.scheduler_base import Roster
+from engine.scheduling.scheduler_base import SchedulerBase
 from engine.scheduling.waiting import make_queue
 from engine.step import (
-    AT_REST,
+    NO_FAST_DECODES,
     PLACEHOLDER_TOKEN_ID,
     AdmissionStop,
-    Cruise,
+    FastDecodes,
     OneEach,
     Outputs,
     RequestOutput,
@@ -51,25 +51,25 @@ class Planning:
     partial: PartialPrefills
     """Set once the running requests have their share."""
     scheduled: Rows = field(default_factory=Rows)
-    cruise: Cruise = AT_REST
+    fast_decodes: FastDecodes = NO_FAST_DECODES
     admitted: dict[str, int] = field(default_factory=dict)
     preempted: list[Request] = field(default_factory=list)
     failed: list[Request] = field(default_factory=list)
     aside: list[Request] = field(default_factory=list)
-    """Requests that cannot be admitted in this step and keep nobody from it, in the order of the queue."""
+    """Requests passed over in this step, which do not block the queue behind them; in the queue's order."""
     aside_for: AdmissionStop | None = None
-    """Why the first of them is there."""
+    """Why the first of them was passed over."""
     any_running: bool = False
     """A request that was running before this step is scheduled in it."""
     any_mid_prefill: bool = False
     """... and was mid-prefill when the step began."""
 
 
-class UnifiedScheduler(Roster):
+class UnifiedScheduler(SchedulerBase):
     """vLLM V1's scheduler. ``schedule()``, run the plan, ``update()``; the same again.
 
     ``config.max_model_len`` is resolved, and ``num_blocks`` includes the null block. A request that can
-    never fit into the pool waits forever, as does everybody behind it: the memory plan rules that out.
+    never fit into the pool would wait forever, and block the queue: the memory plan rules that out.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> None:
@@ -77,11 +77,12 @@ class UnifiedScheduler(Roster):
         super().__init__(config, kv, make_queue(config.scheduling_policy))
         self.loading = KVLoading(self.kv, HostOffload(self.kv, num_host_blocks) if num_host_blocks else None)
         drafts_ahead = config.num_speculative_tokens if config.async_scheduling else 0
-        self.steady_path = not (config.num_lookahead_tokens or drafts_ahead)
-        """False leaves all to the rule loop, which decides the same and takes longer."""
-        self.mends_hashes = True
-        """A victim that was scheduled already has hashed blocks that nobody computes: take the hashes off.
-        vLLM 0.33 leaves them, and a later hit reads what is not there. False does the same, for explain."""
+        self.uses_fast_path = not (config.num_lookahead_tokens or drafts_ahead)
+        """False leaves everything to the rule loop, which decides the same and takes longer."""
+        self.unhashes_preempted = True
+        """Take the hashes off blocks of a preempted request that this step would have computed. vLLM 0.33
+        leaves them, and a later prefix hit reads blocks that were never computed. False does the same, for
+        explain."""
         speculative = config.speculative_config
         self._drops_last_hit = speculative is not None and speculative.method == "eagle"
         self._max_drafting = config.max_drafting
@@ -148,7 +149,7 @@ class UnifiedScheduler(Roster):
         plan = StepPlan(
             step=self._num_steps,
             scheduled=step.scheduled,
-            cruise=step.cruise,
+            fast_decodes=step.fast_decodes,
             token_budget=self.config.step_tokens,
             admitted_with_computed=step.admitted,
             preempted=tuple([request.request_id for request in step.preempted]),
@@ -166,8 +167,8 @@ class UnifiedScheduler(Roster):
     def _schedule_running(self, step: Planning) -> None:
         """Serve the running requests in order while budget remains, preempting for blocks."""
         index = 0
-        if self.steady_path:
-            index = self._plan_steady(step)
+        if self.uses_fast_path:
+            index = self._plan_fast_path(step)
         while index < len(self.running) and step.budget.left > 0:
             request = self.running[index]
             num_tokens = self._tokens_for_running(request, step)
@@ -181,8 +182,8 @@ class UnifiedScheduler(Roster):
                 index += 1
         step.any_running = bool(step.scheduled)
 
-    def _plan_steady(self, step: Planning) -> int:
-        """The quick way for the head of ``running``. Returns how many it has dealt with."""
+    def _plan_fast_path(self, step: Planning) -> int:
+        """The decode fast path for the head of ``running``. Returns how many requests it handled."""
         if self.config.async_scheduling:
             step.scheduled, index = plan_decodes_ahead(self.running, step.budget.left, self.kv)
         else:
@@ -194,18 +195,18 @@ class UnifiedScheduler(Roster):
     def _tokens_for_running(self, request: Request, step: Planning) -> int:
         computed, unknown = request.num_computed_tokens, request.num_placeholders
         if unknown and computed + 2 - unknown >= request.num_prompt_tokens + request.sampling.max_tokens:
-            return 0  # what is in flight brings its last token, whatever becomes of the drafts
+            return 0  # the step in flight brings its last token, even if all drafts are rejected
         lacks = request.num_tokens + unknown + len(request.spec_token_ids) - computed
         if 0 < step.threshold < lacks:
             lacks = step.threshold
         return min(lacks, step.budget.left, self.max_model_len - computed - 1)
 
     def _make_room(self, request: Request, index: int, num_tokens: int, step: Planning) -> int:
-        """Blocks for ``num_tokens`` more of the request at ``index``, whoever it costs.
+        """Allocate blocks for ``num_tokens`` more of the request at ``index``, preempting others if needed.
 
-        Returns the index from which the loop goes on, as victims may have stood before it. The request
-        itself can be the victim: it is then no longer RUNNING, and another stands at the index. Under FCFS
-        that one is the last, and the loop ends.
+        Returns the index at which the loop continues, as victims may have stood before it. The request
+        itself can be the victim: it is then no longer RUNNING, and the next one stands at the index. Under
+        FCFS it was the last, and the loop ends.
         """
         while not self._extend(request, num_tokens):
             if self.loading.take_back():
@@ -223,7 +224,7 @@ class UnifiedScheduler(Roster):
         return self.kv.extend(request, num_tokens, lookahead)
 
     def _lookahead(self, start: int, num_tokens: int) -> int:
-        """KV slots beyond ``num_tokens`` from ``start`` on into which drafts are written as they are made."""
+        """KV slots beyond ``num_tokens`` from ``start`` on, into which a draft model writes."""
         return min(self.config.num_lookahead_tokens, self.max_model_len - start - num_tokens)
 
     def _victim_index(self) -> int:
@@ -234,11 +235,11 @@ class UnifiedScheduler(Roster):
         return keys.index(max(keys))
 
     def _preempt(self, index: int, step: Planning) -> None:
-        """Back to waiting, to be computed anew; what this step had given it goes back as well."""
+        """Back to waiting, to be computed anew; what this step gave it is returned."""
         request = self.running.pop(index)
         if taken := step.scheduled.remove(request):
             step.budget.give_back(taken)
-            if self.mends_hashes:
+            if self.unhashes_preempted:
                 self.kv.forget(request, request.num_computed_tokens - taken)
         self.kv.free(request)
         request.status = RequestStatus.PREEMPTED
@@ -252,8 +253,8 @@ class UnifiedScheduler(Roster):
         step.preempted.append(request)
 
     def _schedule_waiting(self, step: Planning) -> AdmissionStop | None:
-        """Admit from the head of the queue until something stops it; nobody overtakes the head, unless it
-        is set aside."""
+        """Admit from the head of the queue until something stops it. The head is overtaken only where it is
+        set aside."""
         step.partial = PartialPrefills.of(self.config, step.scheduled)
         while self.waiting:
             if step.budget.left <= 0:
@@ -310,7 +311,8 @@ class UnifiedScheduler(Roster):
         return hits[:-1] if self._drops_last_hit else hits
 
     def _is_open(self, request: Request, step: Planning) -> bool:
-        """Whether nothing but its turn keeps the head of the queue waiting; else it is out of the queue."""
+        """Whether the head of the queue has no gate, or an open one. Otherwise it is taken out of the
+        queue."""
         if request.gate is None:
             return True
         try:
@@ -333,7 +335,7 @@ class UnifiedScheduler(Roster):
         """Whether a request that lacks one token is admitted with placeholder drafts beside it.
 
         A step of nothing but (1 token + k drafts) per request has one shape, which a GPU replays from a
-        captured graph; one odd request would break that. Kept as the real scheduler has it.
+        captured graph; one odd request would break that. vLLM does the same.
         """
         width = 1 + self.config.num_speculative_tokens
         return (
@@ -380,25 +382,25 @@ class UnifiedScheduler(Roster):
             request.spec_token_ids = self._unknown_drafts()
 
     def _unknown_drafts(self) -> list[int]:
-        """With async scheduling: room in the step after next for as many drafts as there may be."""
+        """With async scheduling: placeholders for the drafts of the step after next."""
         drafting = len(self.running) <= self._max_drafting
         return [PLACEHOLDER_TOKEN_ID] * self.config.num_speculative_tokens if drafting else []
 
-    def settle(self, plan: StepPlan) -> StepPlan:
-        """``plan``, made while the step before it computed, as it is now that this one is booked."""
-        return drop_ended(plan) if self.steady_path else settle(plan, self._unknown_drafts())
+    def reconcile(self, plan: StepPlan) -> StepPlan:
+        """``plan``, made while the step before it computed, in line with the outcome of that step."""
+        return drop_ended(plan) if self.uses_fast_path else reconcile(plan, self._unknown_drafts())
 
     # ------------------------------------------------------------------ update
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Append what the step emitted, take back what it rejected, finish who has ended.
+        """Append what the step emitted, take back what it rejected, finish the requests that have ended.
 
         Requests that were aborted since the plan was made are ignored.
         """
         tokens = result.tokens
         special = plan.failed or plan.rows.drafts or result.drafts or result.logprobs
-        if self.steady_path and isinstance(tokens, OneEach) and not special:
-            return self._update_steady(tokens)
+        if self.uses_fast_path and isinstance(tokens, OneEach) and not special:
+            return self._update_fast_path(tokens)
         outputs = Outputs.of(map(RequestOutput.refused, plan.failed))
         finished = list(plan.failed)
         accepted_per_draft: list[tuple[int, int]] = []
@@ -423,8 +425,8 @@ class UnifiedScheduler(Roster):
             self.running = [r for r in self.running if r.status is RequestStatus.RUNNING]
         return StepOutput.of(outputs, finished, accepted_per_draft)
 
-    def _update_steady(self, tokens: OneEach) -> StepOutput:
-        """The same where every request has emitted one token, and none had drafts or gets any."""
+    def _update_fast_path(self, tokens: OneEach) -> StepOutput:
+        """The same where every request emitted one token, and no request had or gets drafts."""
         if self.config.async_scheduling:
             land_tokens(tokens.requests, self.kv)
         outputs, ends = append_tokens(tokens.requests, tokens.token_ids)
@@ -458,7 +460,7 @@ class UnifiedScheduler(Roster):
         return RequestOutput(request.request_id, tuple(emitted[:kept]), finish, reason)
 
     def _finish(self, request: Request, status: RequestStatus) -> None:
-        """Out of the books; the caller takes it out of ``running``."""
+        """Forget the request and free its blocks; the caller takes it out of ``running``."""
         del self._requests[request.request_id]
         self.kv.free(request)
         request.status = status

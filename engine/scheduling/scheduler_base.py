@@ -1,4 +1,4 @@
-"""Who is in a scheduler, and what its metrics read of that: the same for every scheduler."""
+"""What every scheduler has: its requests, and the counts that the metrics read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.request import Request
 from engine.scheduling.waiting import WaitingQueue
 
 
-class Roster:
+class SchedulerBase:
     """A scheduler's requests, running and waiting, and their blocks. ``config.max_model_len`` is resolved."""
 
     def __init__(self, config: EngineConfig, kv: KVCacheManager, waiting: WaitingQueue) -> None:
@@ -37,5 +37,5 @@ class Roster:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV blocks in use, 0..1. Cached blocks that nobody holds are not in use."""
+        """Share of the KV blocks in use, 0..1. Cached blocks without a reference are not in use."""
         return self.kv.pool.usage

@@ -12,7 +12,7 @@ from engine.request import Request
 
 
 class WaitingQueue(ABC):
-    """Who is admitted next. A request stands in the queue at most once."""
+    """The order of admission. A request stands in the queue at most once."""
 
     @abstractmethod
     def add(self, request: Request) -> None:
@@ -20,7 +20,7 @@ class WaitingQueue(ABC):
 
     @abstractmethod
     def put_back(self, request: Request) -> None:
-        """A preempted request: it goes before everything that waits, unless the policy has a better key."""
+        """A preempted request: it goes to the front, unless the policy has another order."""
 
     @abstractmethod
     def peek(self) -> Request:
@@ -32,7 +32,7 @@ class WaitingQueue(ABC):
 
     @abstractmethod
     def remove(self, request: Request) -> None:
-        """Take out a request that stands in the queue, wherever it is."""
+        """Take out a request that stands in the queue, at any position."""
 
     @abstractmethod
     def __len__(self) -> int: ...

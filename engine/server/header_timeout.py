@@ -7,12 +7,12 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEAD_SECONDS = 60
+HEADER_TIMEOUT_SECONDS = 60
 """From the connection, or the first byte of a further request, to the end of the head."""
 TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
 
-class PunctualProtocol(HttpToolsProtocol):
+class HeaderTimeoutProtocol(HttpToolsProtocol):
     """A connection whose request's head is late is closed, or silent clients would keep it for ever."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -37,7 +37,7 @@ class PunctualProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def _expect_head(self) -> None:
-        self._alarm = self.loop.call_later(HEAD_SECONDS, self._close_late)
+        self._alarm = self.loop.call_later(HEADER_TIMEOUT_SECONDS, self._close_late)
 
     def _stop(self) -> None:
         if self._alarm is not None:

@@ -13,7 +13,7 @@ from typing import Any
 from engine.config import EngineConfig
 from engine.request import SamplingParams
 from engine.server.fields import Fields, RequestError, is_token_id
-from engine.server.structured_params import parse_form
+from engine.server.structured_params import parse_structured_outputs
 
 Prompt = str | tuple[int, ...]
 MAX_SEQUENCES = 2048
@@ -220,7 +220,7 @@ def _options(fields: Fields, config: EngineConfig, logprobs: int | None, max_tok
     _refuse_unsupported(fields, n)
     return Options(
         model=fields.text("model"),
-        sampling=replace(_sampling(fields, logprobs), structured_outputs=parse_form(fields)),
+        sampling=replace(_sampling(fields, logprobs), structured_outputs=parse_structured_outputs(fields)),
         max_tokens=max_tokens,
         n=n,
         priority=_priority(fields, config),

@@ -28,7 +28,7 @@ from engine.models.model_config import ModelConfig
 from engine.server.api import Api
 from engine.server.asgi import build_app
 from engine.server.frontend import Frontend
-from engine.server.header_timeout import PunctualProtocol
+from engine.server.header_timeout import HeaderTimeoutProtocol
 from engine.server.options import ModelPaths, ServerOptions, cannot_listen
 from engine.server.process import EngineDeadError, EngineInfo, EngineProcess
 from engine.server.responses import Tells
@@ -116,7 +116,7 @@ class _HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 build_app(api.routes(), options.api_keys),
-                http=PunctualProtocol,
+                http=HeaderTimeoutProtocol,
                 lifespan="off",
                 log_config=_log_config(),
                 access_log=options.access_log,

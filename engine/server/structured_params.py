@@ -14,7 +14,7 @@ MAX_FORM = 1 << 20
 MAX_CHOICES = 10_000
 
 
-def parse_form(fields: Fields) -> StructuredOutputsParams | None:
+def parse_structured_outputs(fields: Fields) -> StructuredOutputsParams | None:
     """The form, if one is asked for. Raises RequestError."""
     schema, any_object = _response_format(fields.nested("response_format"))
     given = fields.nested("structured_outputs")

@@ -1,7 +1,8 @@
-"""Requests that decode plainly, without a look at each in every step: for simulations, with tokens all alike.
+"""Fast decode: plan requests that decode plainly without visiting each in every step. For simulations only,
+where all emitted tokens are the same.
 
-What such a request does is known ahead: one token a step, a block to take when it enters one, a hash when it
-has filled one, up to its last token. The requests at the head of ``running`` that decode plainly are a
+What such a request does is known ahead: one token per step, a block when it enters one, a hash when it has
+filled one, up to its last token. The requests at the head of ``running`` that decode plainly are a
 :class:`Cohort`, which a step touches only where one of them enters or fills a block, or ends. Tests hold
 plans, pool, metrics and records equal to those of the plain scheduler.
 """
@@ -16,26 +17,26 @@ from engine.config import EngineConfig
 from engine.kv.kv_cache import KVCacheManager
 from engine.request import Request
 from engine.scheduling.scheduler import Planning, UnifiedScheduler
-from engine.step import Cruise, Outputs, Rows, StepOutput, StepPlan, StepResult
+from engine.step import FastDecodes, Outputs, Rows, StepOutput, StepPlan, StepResult
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A request whose fields are those before ``step``; it has moved on by a token in each step since."""
+    """A request with its fields as of ``step``; it has gained a token in each step since."""
 
     request: Request
     step: int
 
 
 class Cohort:
-    """Requests that all decode one token a step. ``token`` is what they emit, whoever they are."""
+    """Requests that all decode one token per step. ``token`` is what each of them emits."""
 
     def __init__(self, kv: KVCacheManager, token: int) -> None:
         self.joined: list[str] = []
-        """Who has joined since the last step was planned."""
+        """Ids of the requests that have joined since the last step was planned."""
         self._kv, self._token = kv, token
         self._step = 0
-        """The next one."""
+        """Number of the next step."""
         self._context = 0
         """Tokens computed of all members."""
         self._members: dict[str, _Member] = {}
@@ -43,7 +44,7 @@ class Cohort:
         """By the step, modulo the block size, in which they enter a block. As they join in the order of
         ``running``, they stand in that order here."""
         self._ends: dict[int, list[_Member]] = {}
-        """Step -> whose last token it brings. Some may have left before."""
+        """Step -> members that it brings the last token. Some may have left before."""
         self._left: list[str] = []
 
     def __len__(self) -> int:
@@ -56,7 +57,7 @@ class Cohort:
 
     @property
     def all_stay(self) -> bool:
-        """False if the next step may bring somebody's last token."""
+        """False if the next step may bring a member its last token."""
         return self._step not in self._ends
 
     def join(self, requests: Iterable[Request]) -> None:
@@ -69,38 +70,38 @@ class Cohort:
             self._context += computed
             self.joined.append(name)
 
-    def advance(self) -> tuple[Cruise, Rows]:
-        """Plan the next step of everybody: those who stay, and rows for those whose last token it brings."""
+    def advance(self) -> tuple[FastDecodes, Rows]:
+        """Plan the next step: the members that stay, and rows for those that it brings their last token."""
         self._book_blocks()
         last = Rows()
         if not self.all_stay:
             for member in self._ends.pop(self._step):
                 if self._members.get(member.request.request_id) is member:
                     self._end(member, last)
-        cruise = Cruise(len(self), self._context, tuple(self._left))
+        decodes = FastDecodes(len(self), self._context, tuple(self._left))
         self._step += 1
         self._context += len(self)
         self._left, self.joined = [], []
-        return cruise, last
+        return decodes, last
 
     def dissolve(self) -> None:
-        """Everybody leaves."""
+        """Remove all members."""
         self._left += self._members
         for name in list(self._members):
             self.drop(name)
 
     def drop(self, request_id: str) -> None:
-        """Whoever this is, he is no member any more, and up to date."""
+        """Remove a member, if it is one, with its fields brought up to date."""
         if member := self._members.pop(request_id, None):
-            self._settle(member)
+            self._catch_up(member)
             computed = member.request.num_computed_tokens
             self._context -= computed
             del self._phases[(self._step - computed) % self._kv.block_size][request_id]
 
-    def settle(self) -> None:
-        """Bring everybody up to date."""
+    def catch_up(self) -> None:
+        """Bring the fields of all members up to date."""
         for member in self._members.values():
-            self._settle(member)
+            self._catch_up(member)
 
     def _book_blocks(self) -> None:
         """As :func:`engine.scheduling.decode_fast_path.plan_decodes` does.
@@ -112,7 +113,7 @@ class Cohort:
             self._kv.take_one_each([member.request for member in entering.values()])
         if filling := self._phases[(self._step + 1) % size]:
             for member in filling.values():
-                self._settle(member)
+                self._catch_up(member)
             self._kv.hash_one_each([member.request for member in filling.values()])
 
     def _end(self, member: _Member, rows: Rows) -> None:
@@ -122,17 +123,17 @@ class Cohort:
         rows.append(request, request.num_computed_tokens, 1)
         request.num_computed_tokens += 1
 
-    def _settle(self, member: _Member) -> None:
+    def _catch_up(self, member: _Member) -> None:
         steps, request = self._step - member.step, member.request
         request.num_computed_tokens += steps
         request.token_ids.extend(repeat(self._token, steps))
         member.step = self._step
 
 
-class CruisingScheduler(UnifiedScheduler):
-    """Decides as the unified scheduler does. Its plans have rows only for those who do not merely cruise.
+class FastDecodeScheduler(UnifiedScheduler):
+    """Decides as the unified scheduler does. Its plans have no rows for the members of the cohort.
 
-    For runners that emit ``token`` for everybody, without speculation, connectors and async scheduling.
+    For runners that emit ``token`` for every request, without speculation, connectors and async scheduling.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int, *, token: int) -> None:
@@ -140,11 +141,12 @@ class CruisingScheduler(UnifiedScheduler):
         self.cohort = Cohort(self.kv, token)
         self._token = token
 
-    def cruise(self) -> Cruise | None:
-        """Plan the step in which everybody who runs only cruises; None where the next step is no such step.
+    def plan_fast_decodes(self) -> FastDecodes | None:
+        """Plan a step in which all running requests are in the cohort and none ends; None where there is more
+        to do.
 
-        To be called after a step since which nobody has come or gone: then there is nobody to admit, unless a
-        place is free.
+        Only valid while no request has been added or aborted since the last step: then none can be admitted,
+        unless a sequence slot is free.
         """
         cohort, size = self.cohort, len(self.running)
         if not size or len(cohort) < size or (self.waiting and size < self.config.max_num_seqs):
@@ -163,34 +165,35 @@ class CruisingScheduler(UnifiedScheduler):
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
         output = super().update(plan, result)
         if len(self.running) > len(self.cohort):
-            self.cohort.join(self._cruising(set(Outputs.of(output.outputs).request_ids)))
+            self.cohort.join(self._joining(set(Outputs.of(output.outputs).request_ids)))
         return output
 
     def check(self) -> None:
-        self.cohort.settle()
+        self.cohort.catch_up()
         super().check()
 
-    def _cruising(self, emitted: set[str]) -> Iterable[Request]:
-        """Those behind the cohort who do as it does."""
+    def _joining(self, emitted: set[str]) -> Iterable[Request]:
+        """The requests right behind the cohort that decode plainly as well."""
         for request in self.running[len(self.cohort) :]:
             plain = request.num_computed_tokens + 1 == request.num_tokens and not request.mid_prefill
             if not plain or request.request_id not in emitted or self._token in request.stop_set:
                 return
             yield request
 
-    def _plan_steady(self, step: Planning) -> int:
+    def _plan_fast_path(self, step: Planning) -> int:
         size = len(self.cohort)
         if size and (size > step.budget.left or not self._has_room(step)):
             self.cohort.dissolve()
             size = 0
-        step.cruise, step.scheduled = self.cohort.advance()
+        step.fast_decodes, step.scheduled = self.cohort.advance()
         if not size:
-            return super()._plan_steady(step)
+            return super()._plan_fast_path(step)
         step.budget.take(size, size)
         return size
 
     def _has_room(self, step: Planning) -> bool:
-        """Whether nobody who runs can need a block that is not free: victims must be up to date."""
+        """Whether no running request can need a block that is not free. If one can, a request is preempted,
+        and it must be up to date."""
         left = step.budget.left - len(self.cohort)
         needed = self.cohort.num_entering
         for request in self.running[len(self.cohort) :]:

@@ -19,7 +19,7 @@ from engine.metrics.stats import FinishedStats
 from engine.models.model_config import ModelConfig
 from engine.request import RequestStatus
 from engine.sim.devices import Device, Sizes, kv_bytes_per_token, layer_parameters, roofline
-from engine.sim.fast_decode import CruisingScheduler
+from engine.sim.fast_decode import FastDecodeScheduler
 from engine.sim.simulate import TOKEN_ID, ModelSize, SimulatedRunner, TimedRequest, VirtualClock
 from engine.sim.step_times import StepLoad, StepTimes
 from engine.step import Outputs
@@ -129,14 +129,14 @@ def on_pool(times: StepTimes, max_model_len: int, flags: Mapping[str, Any]) -> S
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a step put out: ``outputs``, and a token for each of ``cruising`` requests."""
+    """What a step emitted: ``outputs``, and one token for each of ``num_fast_decodes`` requests."""
 
     outputs: Outputs
-    cruising: int
+    num_fast_decodes: int
     joined: Sequence[str]
-    """Who cruises from the next step on: a token in each step, without an output, until it leaves."""
+    """Ids of the requests in fast decode from the next step on: one token per step, without an output."""
     left: Sequence[str]
-    """Who does so no more from this step on."""
+    """Ids of the requests that are in it no more from this step on."""
 
 
 class SimulatedServer:
@@ -160,7 +160,8 @@ class SimulatedServer:
         )
         self.core = EngineCore(config, runner, self._clock, schedulers=_make_scheduler)
         self._runner = runner
-        self._cruising = self.core.scheduler if isinstance(self.core.scheduler, CruisingScheduler) else None
+        scheduler = self.core.scheduler
+        self._fast_scheduler = scheduler if isinstance(scheduler, FastDecodeScheduler) else None
         self._unchanged = False
         """Nobody has come or gone since the last step."""
         plan = self.core.memory_plan
@@ -214,14 +215,14 @@ class SimulatedServer:
         for finished in self.core.stats.finished:
             self.finished[finished.request_id] = finished
         self._unchanged = True
-        joined = self._cruising.cohort.joined if self._cruising else ()
-        return Delivery(Outputs.of(output.outputs), plan.cruise.count, joined, plan.cruise.left)
+        joined = self._fast_scheduler.cohort.joined if self._fast_scheduler else ()
+        return Delivery(Outputs.of(output.outputs), plan.fast_decodes.count, joined, plan.fast_decodes.left)
 
-    def cruise(self, before: float) -> list[float]:
-        """Steps that begin before that moment, up to the first in which somebody does more than cruise.
-        Returns when each ended; none is as good as any."""
+    def run_fast_decodes(self, before: float) -> list[float]:
+        """Run steps that begin before that moment while all requests are in fast decode. Returns when each of
+        them ended; an empty list where there is more to do."""
         ends: list[float] = []
-        scheduler, runner, observer = self._cruising, self._runner, self.core.metrics
+        scheduler, runner, observer = self._fast_scheduler, self._runner, self.core.metrics
         if scheduler is None or not self._unchanged:
             return ends
         latencies: list[float] = []
@@ -232,12 +233,12 @@ class SimulatedServer:
                 self._metrics.record_decodes(scheduler.num_running, latencies, usage)
                 latencies.clear()
 
-        while self.now < before and (cruise := scheduler.cruise()):
-            runner.decode(StepLoad.of_decodes(cruise.count, cruise.context))
+        while self.now < before and (decodes := scheduler.plan_fast_decodes()):
+            runner.decode(StepLoad.of_decodes(decodes.count, decodes.context))
             if self.now > len(self.scrapes):
                 record()
                 self._scrape_before(self.now)
-            latencies.append(observer.cruised())
+            latencies.append(observer.observe_fast_decodes())
             usage = scheduler.kv_usage
             ends.append(self.now)
         record()
@@ -258,10 +259,10 @@ class SimulatedServer:
 
 
 def _make_scheduler(config: EngineConfig, num_blocks: int, num_host_blocks: int) -> Scheduler:
-    """One that lets requests cruise, where it can."""
+    """One with fast decode, where the flags allow it."""
     plain = config.scheduler == "unified" and not num_host_blocks
     if plain and not (config.num_speculative_tokens or config.async_scheduling):
-        return CruisingScheduler(config, num_blocks, token=TOKEN_ID)
+        return FastDecodeScheduler(config, num_blocks, token=TOKEN_ID)
     return make_scheduler(config, num_blocks, num_host_blocks)
 
 

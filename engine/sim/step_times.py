@@ -52,16 +52,16 @@ class StepLoad:
     @classmethod
     def of(cls, plan: StepPlan) -> StepLoad:
         """O(requests). Each padding is a sequence that attends to itself."""
-        rows, padding, cruise = plan.rows, plan.padding, plan.cruise
+        rows, padding, decodes = plan.rows, plan.padding, plan.fast_decodes
         starts, counts = rows.starts, rows.counts
         tokens, sequences, context = sum(counts), len(counts), sum(starts)
         if tokens == sequences:  # every request decodes one token: the common step
             pairs = context + tokens
         else:
             pairs = sum(n * start + n * (n + 1) // 2 for start, n in zip(starts, counts, strict=True))
-        if cruise.count:
-            tokens, pairs = tokens + cruise.count, pairs + cruise.context + cruise.count
-            sequences, context = sequences + cruise.count, context + cruise.context
+        if decodes.count:
+            tokens, pairs = tokens + decodes.count, pairs + decodes.context + decodes.count
+            sequences, context = sequences + decodes.count, context + decodes.context
         if padding:
             tokens += sum(padding)
             pairs += sum(n * (n + 1) // 2 for n in padding)

@@ -254,7 +254,7 @@ class _Door:
 
         delivery = self.server.step()
         outputs, others = delivery.outputs, {}
-        self._outputs = len(outputs) + delivery.cruising
+        self._outputs = len(outputs) + delivery.num_fast_decodes
         for row, output in outputs.others.items():
             ended = self.server.finished.pop(output.request_id, None)
             others[row] = Answer(
@@ -267,7 +267,7 @@ class _Door:
         return Answers(outputs.request_ids, others, delivery.joined, delivery.left)
 
     def stream(self, before: float) -> list[float]:
-        ends = self.server.cruise(before)
+        ends = self.server.run_fast_decodes(before)
         if ends:
             self._outputs = self.server.core.scheduler.num_running
         return ends

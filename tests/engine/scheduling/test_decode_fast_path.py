@@ -1,4 +1,4 @@
-"""The steady path: it decides what the rule loop decides, and it is taken."""
+"""The decode fast path: it decides what the rule loop decides, and it is used."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 class Workload:
     """Requests that come, end and hang up at random, on one lab. Equal seeds do the same to any scheduler."""
 
-    def __init__(self, seed: int, *, steady: bool, **flags: Any) -> None:
+    def __init__(self, seed: int, *, fast_path: bool, **flags: Any) -> None:
         self.chance = random.Random(seed)
         self.lab = Lab(emit=emit, propose=propose if flags.get("k") else None, **flags)
-        self.lab.scheduler.steady_path &= steady
+        self.lab.scheduler.uses_fast_path &= fast_path
         self.ahead = self.lab.config.async_scheduling
         self.in_flight: tuple[StepPlan, StepResult] | None = None
         self.num_requests = 0
@@ -70,7 +70,7 @@ class Workload:
         output = self.lab.update(plan, result)
         if upcoming is not None:
             planned.append(seen_in_plan(upcoming))
-            self.in_flight = self.start(self.lab.scheduler.settle(upcoming))
+            self.in_flight = self.start(self.lab.scheduler.reconcile(upcoming))
         return {
             "planned": planned,
             "in flight": self.in_flight and seen_in_plan(self.in_flight[0]),
@@ -95,7 +95,7 @@ class Workload:
         """As a runner answers: by request where somebody wants logprobs."""
         requests = self.lab.scheduler._requests
         asked = [name for name in result.tokens if requests[name].sampling.logprobs is not None]
-        if not asked and self.lab.scheduler.steady_path:
+        if not asked and self.lab.scheduler.uses_fast_path:
             return result
         found = {name: [TokenLogprobs(token, -0.5, 1) for token in result.tokens[name]] for name in asked}
         return StepResult(dict(result.tokens), result.drafts, found)
@@ -143,7 +143,7 @@ def run_both(
     seed: int, flags: dict[str, Any], samplings: list[str], arrivals: list[int], hang_ups: float
 ) -> None:
     """Step two schedulers side by side until both are empty."""
-    fast, slow = (Workload(seed, steady=steady, **flags) for steady in (True, False))
+    fast, slow = (Workload(seed, fast_path=fast_path, **flags) for fast_path in (True, False))
     for index in range(5000):
         count = arrivals[index] if index < len(arrivals) else 0
         for workload in (fast, slow):
@@ -218,8 +218,8 @@ def test_it_is_taken_by_nearly_every_token_of_an_ordinary_load(
         taken["planned"] += len(rows)
         return rows, index
 
-    def settled(plan: StepPlan) -> StepPlan:
-        taken["settled"] += 1
+    def reconciled(plan: StepPlan) -> StepPlan:
+        taken["reconciled"] += 1
         return drop_ended(plan)
 
     def appended(requests: Sequence[Request], token_ids: list[int]) -> Any:
@@ -228,9 +228,9 @@ def test_it_is_taken_by_nearly_every_token_of_an_ordinary_load(
 
     monkeypatch.setattr(engine.scheduling.scheduler, "plan_decodes", planned)
     monkeypatch.setattr(engine.scheduling.scheduler, "plan_decodes_ahead", planned_ahead)
-    monkeypatch.setattr(engine.scheduling.scheduler, "drop_ended", settled)
+    monkeypatch.setattr(engine.scheduling.scheduler, "drop_ended", reconciled)
     monkeypatch.setattr(engine.scheduling.scheduler, "append_tokens", appended)
-    workload = Workload(0, steady=True, num_blocks=400, max_num_seqs=32, async_scheduling=ahead)
+    workload = Workload(0, fast_path=True, num_blocks=400, max_num_seqs=32, async_scheduling=ahead)
     lab, chance, emitted, steps = workload.lab, random.Random(0), 0, 0
     while lab.num_added < 120 or lab.scheduler.has_unfinished:
         if lab.num_added < 120 and steps % 3:
@@ -240,7 +240,7 @@ def test_it_is_taken_by_nearly_every_token_of_an_ordinary_load(
         steps += 1
     assert taken["appended"] == emitted
     assert taken["planned"] >= 0.9 * emitted  # all but the first token of each
-    assert taken["settled"] == (steps if ahead else 0)
+    assert taken["reconciled"] == (steps if ahead else 0)
 
 
 def running(lab: Lab, *prompts: int) -> list[Request]:
@@ -359,9 +359,9 @@ def test_a_plan_that_nobody_has_left_stays_as_it_is() -> None:
     plan = lab.scheduler.schedule()
     ahead = lab.scheduler.schedule()
     lab.update(plan, StepResult(OneEach(requests, [7, 7, 7])))
-    assert lab.scheduler.settle(ahead) is ahead
+    assert lab.scheduler.reconcile(ahead) is ahead
     lab.scheduler.abort(["b"])
-    assert [tuple(item) for item in lab.scheduler.settle(ahead).scheduled] == [
+    assert [tuple(item) for item in lab.scheduler.reconcile(ahead).scheduled] == [
         (requests[0], 5, 1, (), True),
         (requests[2], 5, 1, (), True),
     ]
@@ -369,4 +369,4 @@ def test_a_plan_that_nobody_has_left_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize("flags", [{"async_scheduling": True, "k": 2}])
 def test_it_is_off_where_a_step_is_never_plain(flags: dict[str, Any]) -> None:
-    assert not Lab(**flags).scheduler.steady_path
+    assert not Lab(**flags).scheduler.uses_fast_path

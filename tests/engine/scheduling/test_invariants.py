@@ -70,7 +70,7 @@ def test_a_reference_without_hashes_or_links_takes_the_same_blocks(
     reference = ReferenceKV(kv.pool.num_blocks, kv.block_size, kv.enable_prefix_caching)
     scheduler.kv = reference  # type: ignore[assignment]
     scheduler.loading = KVLoading(scheduler.kv, None)
-    scheduler.steady_path = False  # it asks for what the reference does not have
+    scheduler.uses_fast_path = False  # it asks for what the reference does not have
     other.lab.pool = reference.pool  # type: ignore[assignment]
     while not run.done:
         plan, expected = run.step(), other.step()

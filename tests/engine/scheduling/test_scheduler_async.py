@@ -262,8 +262,8 @@ def test_a_stop_that_was_not_foreseen_leaves_the_plan() -> None:
     assert [item.num_tokens for item in ahead.scheduled] == [1, 1]
     scheduler.update(plan, StepResult({"a": [EOS], "b": [7]}))
     assert a.status is RequestStatus.FINISHED_STOPPED
-    settled = scheduler.settle(ahead)
-    assert [(item.request, item.start) for item in settled.scheduled] == [(b, 4)]
+    reconciled = scheduler.reconcile(ahead)
+    assert [(item.request, item.start) for item in reconciled.scheduled] == [(b, 4)]
     scheduler.check()
 
 
@@ -290,12 +290,12 @@ def test_room_is_kept_for_drafts_and_given_back_where_fewer_come() -> None:
     ahead = scheduler.schedule()
     assert ahead.scheduled[0].drafts == (PLACEHOLDER_TOKEN_ID,) * 3
     scheduler.update(plan, StepResult({"a": [7]}, {"a": [8, 9]}))
-    settled = scheduler.settle(ahead)
-    assert settled.scheduled[0] == ScheduledRequest(a, 4, 3, (8, 9))
+    reconciled = scheduler.reconcile(ahead)
+    assert reconciled.scheduled[0] == ScheduledRequest(a, 4, 3, (8, 9))
     beyond = scheduler.schedule()  # 4 + 3 computed if both drafts hold, then one token and three drafts
     assert (beyond.scheduled[0].start, beyond.scheduled[0].num_tokens) == (7, 4)
-    scheduler.update(settled, StepResult({"a": [8, 6]}, {"a": [1, 2, 3]}))  # the second does not
-    assert scheduler.settle(beyond).scheduled[0] == ScheduledRequest(a, 6, 4, (1, 2, 3))
+    scheduler.update(reconciled, StepResult({"a": [8, 6]}, {"a": [1, 2, 3]}))  # the second does not
+    assert scheduler.reconcile(beyond).scheduled[0] == ScheduledRequest(a, 6, 4, (1, 2, 3))
 
 
 def test_speculation_accepts_as_much_as_without() -> None:

@@ -34,7 +34,7 @@ def test_a_victims_blocks_that_this_step_was_to_compute_are_not_hit() -> None:
 
 def test_as_in_vllm_they_are_hit_where_only_decisions_are_shown() -> None:
     lab = preempt_a_scheduled_prefill()
-    lab.scheduler.mends_hashes = False
+    lab.scheduler.unhashes_preempted = False
     lab.step()
     lab.step()
     plan = lab.schedule()

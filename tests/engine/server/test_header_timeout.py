@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from engine.server import asgi
 from engine.server.fields import RequestError
-from engine.server.header_timeout import HEAD_SECONDS, PunctualProtocol
+from engine.server.header_timeout import HEADER_TIMEOUT_SECONDS, HeaderTimeoutProtocol
 
 
 class Timer:
@@ -65,10 +65,10 @@ async def no_app(scope: Any, receive: Any, send: Any) -> None:
     """Never runs."""
 
 
-def connect() -> tuple[PunctualProtocol, Loop, Transport]:
+def connect() -> tuple[HeaderTimeoutProtocol, Loop, Transport]:
     loop, transport = Loop(), Transport()
     config = uvicorn.Config(no_app, lifespan="off", log_config=None)
-    protocol = PunctualProtocol(config, ServerState(), {}, _loop=loop)
+    protocol = HeaderTimeoutProtocol(config, ServerState(), {}, _loop=loop)
     protocol.connection_made(transport)
     return protocol, loop, transport
 
@@ -79,7 +79,7 @@ def test_half_a_head_is_not_waited_for(sent: bytes) -> None:
     if sent:
         protocol.data_received(sent)
     (timer,) = loop.timers
-    assert (timer.seconds, timer.cancelled) == (HEAD_SECONDS, False)
+    assert (timer.seconds, timer.cancelled) == (HEADER_TIMEOUT_SECONDS, False)
     timer.ring()
     assert transport.closed
     assert transport.sent.startswith(b"HTTP/1.1 408 ")

@@ -52,7 +52,7 @@ def events(server: Server, path: str, **body: Any) -> list[dict[str, Any]]:
     return [json.loads(item) for item in data]
 
 
-def settled(server: Server) -> dict[str, float]:
+def settled_metrics(server: Server) -> dict[str, float]:
     """Metrics, once nothing runs."""
     server.wait_for(lambda m: m["vllm:num_requests_running"] == 0 == m["vllm:kv_cache_usage_perc"], "idle")
     return server.metrics()
@@ -97,7 +97,7 @@ def test_token_ids_as_prompt(server: Server) -> None:
 
 
 def test_n_choices_of_several_prompts(server: Server) -> None:
-    before = settled(server)
+    before = settled_metrics(server)
     body = {"prompt": ["one", "two"], "n": 3, "max_tokens": 8, "seed": 5, "ignore_eos": True}
     answer = complete(server, **body)
     texts = [choice["text"] for choice in answer["choices"]]
@@ -109,7 +109,7 @@ def test_n_choices_of_several_prompts(server: Server) -> None:
         for choice in event["choices"]:
             streamed[choice["index"]] += choice["text"]
     assert streamed == texts
-    after = settled(server)
+    after = settled_metrics(server)
     assert after["vllm:request_params_n_sum"] - before["vllm:request_params_n_sum"] == 2 * (3 + 3)
     assert after["vllm:request_params_n_count"] - before["vllm:request_params_n_count"] == 4
 
@@ -151,7 +151,7 @@ def test_stop_strings_across_chunks(server: Server) -> None:
     text = complete(server, **common)["choices"][0]["text"]
     stop = text[9:13]  # four tokens, so four chunks
     start = text.index(stop)
-    before = settled(server)
+    before = settled_metrics(server)
     for include, expected in ((False, text[:start]), (True, text[: start + 4])):
         body = {**common, "stop": [stop, "never there"], "include_stop_str_in_output": include}
         choice = complete(server, **body)["choices"][0]
@@ -159,7 +159,7 @@ def test_stop_strings_across_chunks(server: Server) -> None:
         chunks = [event["choices"][0] for event in events(server, "/v1/completions", **body)]
         assert "".join(chunk["text"] for chunk in chunks) == expected
         assert (chunks[-1]["finish_reason"], chunks[-1]["stop_reason"]) == ("stop", stop)
-    after = settled(server)
+    after = settled_metrics(server)
     name = 'vllm:request_success_total{finished_reason="stop"}'
     assert after[name] - before[name] == 4
 
@@ -271,9 +271,9 @@ def test_tokenize_and_back(server: Server) -> None:
 
 
 def test_metrics_count_what_was_served(server: Server) -> None:
-    before = settled(server)
+    before = settled_metrics(server)
     complete(server, prompt="abc" * 20, max_tokens=7, ignore_eos=True)
-    after = settled(server)
+    after = settled_metrics(server)
 
     def gained(name: str) -> float:
         return after[f"vllm:{name}"] - before[f"vllm:{name}"]
@@ -397,7 +397,7 @@ def test_http_answers_while_the_engine_does_not(server: Server) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_frees_its_blocks(server: Server, stream: bool) -> None:
-    before = settled(server)
+    before = settled_metrics(server)
     body = {"prompt": PROMPT, "max_tokens": 16_000, "ignore_eos": True, "stream": stream, "n": 2}
     payload = json.dumps(body).encode()
     host, port = server.url.removeprefix("http://").split(":")
@@ -407,7 +407,7 @@ def test_a_client_that_hangs_up_frees_its_blocks(server: Server, stream: bool) -
         if stream:
             assert b"200 OK" in connection.recv(4096)
         server.wait_for(lambda m: m["vllm:num_requests_running"] == 2, "two sequences run")
-    after = settled(server)
+    after = settled_metrics(server)
     finished = [name for name in after if name.startswith("vllm:request_success_total")]
     assert {name: after[name] - before[name] for name in finished} == dict.fromkeys(finished, 0)
     assert after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"] < 32_000
@@ -444,7 +444,7 @@ def test_odd_sampling_parameters_leave_the_engine_alive(server: Server) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert set(pool.map(ask, bodies)) == {200}
-    settled(server)
+    settled_metrics(server)
 
 
 def test_many_at_once(server: Server) -> None:
@@ -462,4 +462,4 @@ def test_many_at_once(server: Server) -> None:
         together = list(pool.map(ask, range(40)))
     assert together[:6] == [ask(i) for i in range(6)]
     assert all(len(text) <= 20 for text in together)
-    settled(server)
+    settled_metrics(server)

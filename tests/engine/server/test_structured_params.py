@@ -9,11 +9,11 @@ import pytest
 
 from engine.request import StructuredOutputsParams
 from engine.server.fields import Fields, RequestError
-from engine.server.structured_params import MAX_CHOICES, MAX_FORM, parse_form
+from engine.server.structured_params import MAX_CHOICES, MAX_FORM, parse_structured_outputs
 
 
 def parse(**body: Any) -> StructuredOutputsParams | None:
-    return parse_form(Fields(body))
+    return parse_structured_outputs(Fields(body))
 
 
 def json_schema(schema: object) -> dict[str, Any]:

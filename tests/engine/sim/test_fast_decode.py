@@ -1,4 +1,4 @@
-"""Cruising: nobody can tell it from stepping singly, whatever comes in between; and it is taken."""
+"""Fast decode: it equals stepping singly, with adds and aborts in between; and it is used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import engine.sim.server
 from engine.config import EngineConfig
 from engine.core import make_scheduler
 from engine.request import Request, SamplingParams
-from engine.sim.fast_decode import CruisingScheduler
+from engine.sim.fast_decode import FastDecodeScheduler
 from engine.sim.server import SimulatedServer, Simulation
 from engine.sim.simulate import ModelSize, SimulatedRunner, TimedRequest
 from engine.sim.step_times import StepTimes
@@ -48,7 +48,7 @@ class Bed:
         self.scheduler: Any = self.server.core.scheduler
         self.chance = random.Random(seed)
         self.requests: dict[str, Request] = {}
-        self.cruised = self.stepped = 0
+        self.fast = self.stepped = 0
 
     def live(self, events: int) -> list[dict[str, Any]]:
         """What is to be seen after each of so many events, and when all is over."""
@@ -76,8 +76,8 @@ class Bed:
 
     def pass_until(self, moment: float) -> None:
         while self.server.busy and self.server.now < moment:
-            if ends := self.server.cruise(moment):
-                self.cruised += len(ends)
+            if ends := self.server.run_fast_decodes(moment):
+                self.fast += len(ends)
             else:
                 self.server.step()
                 self.stepped += 1
@@ -119,10 +119,10 @@ def test_it_is_the_same_as_stepping_singly(flags: dict[str, Any], monkeypatch: p
         with monkeypatch.context() as patch:
             patch.setattr(engine.sim.server, "_make_scheduler", make_scheduler)
             plain = Bed(seed, flags)
-        assert not isinstance(plain.scheduler, CruisingScheduler)
+        assert not isinstance(plain.scheduler, FastDecodeScheduler)
         assert fast.live(50) == plain.live(50), seed
-        assert plain.cruised == 0
-        assert bool(fast.cruised) == isinstance(fast.scheduler, CruisingScheduler)
+        assert plain.fast == 0
+        assert bool(fast.fast) == isinstance(fast.scheduler, FastDecodeScheduler)
 
 
 def test_it_is_taken_through_blocks_and_beside_prefills_and_ends() -> None:
@@ -131,9 +131,9 @@ def test_it_is_taken_through_blocks_and_beside_prefills_and_ends() -> None:
     for number in range(4):
         bed.server.add(TimedRequest(f"r{number}", 0.0, [1000 * number + 7] * 9, sampling))
     bed.pass_until(float("inf"))
-    assert (bed.stepped, bed.cruised) == (2, 58)
+    assert (bed.stepped, bed.fast) == (2, 58)
     scheduler = bed.scheduler
-    assert isinstance(scheduler, CruisingScheduler)
+    assert isinstance(scheduler, FastDecodeScheduler)
     bed.server.add(TimedRequest("a", bed.server.now, [1] * 9, sampling))
     bed.server.step()
     bed.server.add(TimedRequest("b", bed.server.now, [2] * 80, SamplingParams(max_tokens=2, ignore_eos=True)))
@@ -142,13 +142,13 @@ def test_it_is_taken_through_blocks_and_beside_prefills_and_ends() -> None:
     assert [r.request_id for r in scheduler.running] == ["a", "b"]
 
 
-def test_who_may_stop_at_any_token_does_not_cruise() -> None:
+def test_a_request_that_any_token_may_stop_is_not_in_fast_decode() -> None:
     config = EngineConfig(max_model_len=96, block_size=4, num_gpu_blocks_override=100)
-    scheduler = CruisingScheduler(config.resolved(96), 100, token=0)
+    scheduler = FastDecodeScheduler(config.resolved(96), 100, token=0)
     for name, stops in (("plain", ()), ("stops", (0,)), ("behind", ())):
         sampling = SamplingParams(max_tokens=9, stop_token_ids=stops, min_tokens=5)
         scheduler.add(Request(name, [5] * 6, sampling))
     plan = scheduler.schedule()
     scheduler.update(plan, StepResult(OneEach(plan.rows.emitting, [0, 0, 0])))
     assert scheduler.cohort.joined == ["plain"]
-    assert scheduler.cruise() is None
+    assert scheduler.plan_fast_decodes() is None
