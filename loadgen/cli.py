@@ -188,9 +188,9 @@ def _write(
                 write_atomically(out / name, [_formatted(records, bounds, format), "\n"])
             pages.append(out / "report.html")
         if pages:
-            from loadgen.output.html import html
+            from loadgen.output.run_page import run_page
 
-            page = html(records)
+            page = run_page(records)
             for path in pages:
                 write_atomically(path, [page])
     except OSError as error:

@@ -207,12 +207,12 @@ def _write(found: Comparison, out: Path) -> None:
         "github-action-benchmark.json": CompareFormat.GITHUB,
         "bencher.json": CompareFormat.BENCHER,
     }
-    from loadgen.output.compare_html import html
+    from loadgen.output.comparison_page import comparison_page
 
     try:
         for name, format in files.items():
             write_atomically(out / name, [FORMATS[format](found), "\n"])
-        write_atomically(out / "comparison.html", [html(found)])
+        write_atomically(out / "comparison.html", [comparison_page(found)])
         for number, pair in enumerate(found.pairs):
             pair.a.save(out / "a" / f"pair-{number:03d}.json")
             pair.b.save(out / "b" / f"pair-{number:03d}.json")

@@ -140,9 +140,9 @@ def _write(done: Simulated, out: Path | None, json_file: Path | None, html_file:
             write_atomically(out / "report.md", [markdown(done)])
             pages.append(out / "report.html")
         if pages:
-            from loadgen.output.html import html
+            from loadgen.output.run_page import run_page
 
-            page = html(done.records)
+            page = run_page(done.records)
             for path in pages:
                 write_atomically(path, [page])
     except OSError as error:

@@ -1,4 +1,4 @@
-"""A run as text, Markdown and JSON. The HTML report is in ``loadgen.output.html``."""
+"""A run as text, Markdown and JSON. The HTML report is in ``loadgen.output.run_page``."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from made_runs import records
 
 from loadgen.compare import Pair, compare_runs
 from loadgen.measure.record import Records
-from loadgen.output.compare_html import html as comparison_page
-from loadgen.output.html import html as run_page
+from loadgen.output.comparison_page import comparison_page
+from loadgen.output.run_page import run_page
 
 SCRAPE = "vllm:num_requests_running 3\nvllm:num_requests_waiting 1\nvllm:kv_cache_usage_perc 0.4\n"
 SCRAPE += "vllm:num_preemptions_total 2\n"

@@ -13,7 +13,7 @@ from recorded_exchange import event, exchange, planned, text
 from loadgen.measure.record import Failure, Records
 from loadgen.measure.serverside import samples, timeline
 from loadgen.measure.stats import Summary
-from loadgen.output.html import html
+from loadgen.output.run_page import run_page
 from loadgen.output.report import markdown, part_rows
 from loadgen.wire.completion import parse_exchange
 
@@ -131,10 +131,10 @@ def test_times_that_the_server_sends_with_the_usage_are_read(
 
 def test_the_page_shows_the_servers_side_where_there_is_one() -> None:
     run = replace(told_run(), scrapes=scraped((3, 0.2, 1), (5, 0.4, 2)).scrapes)
-    page = html(run)
+    page = run_page(run)
     for title in ("Requests in the server", "KV cache in use", "Preemptions between", "Where the mean TTFT"):
         assert title in page
-        assert title not in html(records())
+        assert title not in run_page(records())
     assert "<h2>Environment</h2>" in page
 
 

@@ -37,7 +37,7 @@ th:first-child, td:first-child, .names td:nth-child(2) { text-align: left }
 """
 
 
-def html(records: Records) -> str:
+def run_page(records: Records) -> str:
     """The whole page."""
     summary = Summary(records)
     figures = [

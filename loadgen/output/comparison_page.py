@@ -10,14 +10,14 @@ import plotly.graph_objects as go
 from loadgen.compare import Comparison, Row, split_metric
 from loadgen.measure.paired import rises
 from loadgen.measure.stats import DEFINITIONS, Summary
-from loadgen.output.html import figure, page, plots, table, terms
+from loadgen.output.run_page import figure, page, plots, table, terms
 
 _COLOURS = {"regress": "#b3423f", "improve": "#3f9253"}
 _NEUTRAL = "#6b6b6b"
 _SIDES = (("a", "#3b6fb6"), ("b", "#d1792b"))
 
 
-def html(comparison: Comparison) -> str:
+def comparison_page(comparison: Comparison) -> str:
     """The whole page."""
     head, *rows = comparison.table()
     families = {row.metric.partition("{")[0].rpartition("_")[0] or row.metric for row in comparison.rows}
