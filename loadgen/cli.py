@@ -217,7 +217,7 @@ def _print(records: Records, bounds: Sequence[Bound], format: RunFormat) -> bool
 
 def _formatted(records: Records, bounds: Sequence[Bound], format: RunFormat) -> str:
     """One of the formats that are no tables for a terminal."""
-    from loadgen.output import exports, report
+    from loadgen.output import exports, junit, report
 
     match format:
         case RunFormat.MARKDOWN:
@@ -225,7 +225,7 @@ def _formatted(records: Records, bounds: Sequence[Bound], format: RunFormat) -> 
         case RunFormat.CSV:
             return exports.requests_csv(records).rstrip("\n")
         case RunFormat.JUNIT:
-            return exports.junit(exports.run_cases(records, bounds), "vtune bench run").rstrip("\n")
+            return junit.junit(exports.run_cases(records, bounds), "vtune bench run").rstrip("\n")
         case RunFormat.BENCHER:
             return json.dumps(exports.run_benchmark(records), indent=2)
         case _:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from loadgen.output.escape import BLOCK, printable
+
 if TYPE_CHECKING:
     from doctor.metrics.access import Access
     from doctor.metrics.period import Period
@@ -128,5 +130,5 @@ def assumptions(texts: list[str]) -> dict[str, float]:
 
 def stop(message: str, code: int = 2) -> NoReturn:
     """Say what was wrong, and end."""
-    typer.echo(f"vtune doctor: {message}", err=True)
+    typer.echo(f"vtune doctor: {printable(message, BLOCK)}", err=True)
     raise typer.Exit(code)

@@ -8,6 +8,7 @@ from doctor.diagnosis.cost import total
 from doctor.diagnosis.finding import NOT_JUDGED, CannotTell, Diagnosis, Evidence, Finding, Prescription
 from doctor.diagnosis.fleet import Fleet
 from doctor.diagnosis.quantity import quantity
+from loadgen.output.escape import printable
 from servers.reading import Missing
 
 _MARK = {"critical": "CRITICAL", "warning": "WARNING", "info": "INFO"}
@@ -24,7 +25,7 @@ def as_text(diagnosis: Diagnosis, *, queries: bool = True) -> str:
         lines += ["Cannot tell:", *(f"  {line}" for line in missing), ""]
     lines += [f"note: {note}" for note in diagnosis.notes]
     lines.append(f"Not judged: {', '.join(NOT_JUDGED)}.")
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(printable, lines)) + "\n"
 
 
 def _header(diagnosis: Diagnosis) -> list[str]:

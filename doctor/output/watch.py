@@ -10,6 +10,7 @@ from datetime import datetime
 from doctor.diagnosis.finding import Diagnosis
 from doctor.metrics.sources import MetricsUrl, Observation, Scrapes, Source
 from doctor.output.report import as_text, verdict
+from loadgen.output.escape import printable
 from servers.errors import SourceError
 
 CLEAR = "\x1b[H\x1b[2J"
@@ -66,13 +67,16 @@ def watch(
 
 def screen(seen: Diagnosis | SourceError, at: datetime) -> str:
     """What a terminal shows: the report in place of the last one."""
-    text = f"cannot look: {seen}\n" if isinstance(seen, SourceError) else as_text(seen, queries=False)
+    if isinstance(seen, SourceError):
+        text = f"cannot look: {printable(str(seen))}\n"
+    else:
+        text = as_text(seen, queries=False)
     return f"{CLEAR}{at:%H:%M:%S}  (Ctrl-C ends)\n{text}"
 
 
 def line(seen: Diagnosis | SourceError, at: datetime) -> str:
     """What a log gets: the time, and what is found now."""
-    return f"{at:%H:%M:%S} {_summary(seen)}"
+    return f"{at:%H:%M:%S} {printable(_summary(seen))}"
 
 
 def _summary(seen: Diagnosis | SourceError) -> str:

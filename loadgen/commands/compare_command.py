@@ -221,31 +221,22 @@ def _write(found: Comparison, out: Path) -> None:
 
 
 def _text(found: Comparison) -> str:
-    head, *body = found.table()
-    widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-             for row in (head, *body)]  # fmt: skip
-    return "\n".join([*lines, "", _conclusion(found), *found.notes])
+    from loadgen.output.comparison import text
+
+    return text(found)
 
 
 def _markdown(found: Comparison) -> str:
-    head, *body = found.table()
-    lines = [f"## Comparison: {found.verdict}", ""]
-    lines += ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *body)]
-    sides = [f"- {side.upper()}: `{config['server']}`" for side, config in (("a", found.a), ("b", found.b))
-             if "server" in config]  # fmt: skip
-    return "\n".join([*lines, "", _conclusion(found), "", *sides, *(f"- {note}" for note in found.notes)])
+    from loadgen.output.comparison import markdown
 
-
-def _conclusion(found: Comparison) -> str:
-    how = "both servers up, loaded in turn" if found.together else "servers restarted in turn"
-    return f"{found.verdict}: {len(found.pairs)} pairs, {how}"
+    return markdown(found).rstrip("\n")
 
 
 def _junit(found: Comparison) -> str:
-    from loadgen.output.exports import comparison_cases, junit
+    from loadgen.output.exports import comparison_cases
+    from loadgen.output.junit import junit
 
-    return junit(comparison_cases(found), "vtune bench compare")
+    return junit(comparison_cases(found), "vtune bench compare").rstrip("\n")
 
 
 def _csv(found: Comparison) -> str:

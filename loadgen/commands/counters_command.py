@@ -96,8 +96,9 @@ def counters(
 def _show(
     now: Counters, compared: bool, changed: list[Difference], junit: Path | None, format: CountersFormat
 ) -> None:
-    from loadgen.output.exports import Case
-    from loadgen.output.exports import junit as to_junit
+    from loadgen.output.junit import Case
+    from loadgen.output.junit import junit as to_junit
+    from loadgen.output.page import render
     from servers.files import write_atomically
 
     found = {difference.name: difference for difference in changed}
@@ -111,10 +112,9 @@ def _show(
         answer = {"counters": asdict(now), "differences": [asdict(d) for d in changed] if compared else None}
         typer.echo(json.dumps(answer, indent=2))
     elif format is CountersFormat.MARKDOWN:
-        typer.echo("| counter | now | baseline |\n|---|---|---|")
-        for name, value in shown.items():
-            same = "same" if compared else ""
-            typer.echo(f"| {name} | {value} | {found[name].baseline if name in found else same} |")
+        same = "same" if compared else ""
+        rows = [(name, v, found[name].baseline if name in found else same) for name, v in shown.items()]
+        typer.echo(render("table.md.j2", heads=("counter", "now", "baseline"), rows=rows, lines=()), nl=False)
     else:
         for name, value in shown.items():
             typer.echo(f"{name:<20} {value}")

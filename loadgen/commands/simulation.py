@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from loadgen.measure.record import Records
 from loadgen.measure.stats import Summary
 from loadgen.output import report
+from loadgen.output.escape import printable
 from loadgen.targets.simulated import PREFIX, SimulatedTarget
 from servers.flags.command import parse_command
 
@@ -86,21 +85,28 @@ def heading(done: Simulated) -> str:
 
 
 def print_report(done: Simulated, file: IO[str]) -> None:
-    console = Console(file=file, highlight=False, width=132, soft_wrap=True)
+    console = report.wide_console(file)
     console.print(heading(done), style="bold yellow" if console.is_terminal else None)
     for line in done.memory.splitlines():
-        console.print(line, markup=False)
+        console.print(printable(line), soft_wrap=True)
     report.print_report(done.records, file)
     if done.parts:
         console.print(report.table(HEADS, list(replica_rows(done)), left=1))
 
 
 def markdown(done: Simulated) -> str:
-    memory = [f"- {line}" for line in done.memory.splitlines()]
-    lines = [f"**{heading(done)}**", "", *memory, "", report.markdown(done.records)]
-    if done.parts:
-        lines += [*report.markdown_table(HEADS, replica_rows(done)), ""]
-    return "\n".join(lines)
+    from markupsafe import Markup
+
+    from loadgen.output.page import render
+
+    return render(
+        "simulation.md.j2",
+        heading=heading(done),
+        memory=done.memory.splitlines(),
+        report=Markup(report.markdown(done.records)),
+        heads=HEADS,
+        rows=list(replica_rows(done)) if done.parts else [],
+    )
 
 
 def to_json(done: Simulated) -> dict[str, Any]:

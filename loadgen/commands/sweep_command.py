@@ -132,27 +132,21 @@ def _show(found: Capacity, format: Format, out: Path | None) -> None:
     if format is Format.JSON:
         typer.echo(json.dumps(answer, indent=2))
     elif format is Format.MARKDOWN:
-        head, *body = table(found)
-        lines = ["| " + " | ".join(row) + " |" for row in (head, ("---",) * len(head), *body)]
-        typer.echo("\n".join([*lines, "", *conclusions(found)]))
+        from loadgen.output.page import render
+
+        heads, *rows = table(found)
+        typer.echo(render("table.md.j2", heads=heads, rows=rows, lines=conclusions(found)), nl=False)
     else:
         _print(found)
 
 
 def _print(found: Capacity) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from loadgen.output.report import table as grid
+    from loadgen.output.report import wide_console
 
-    head, *body = table(found)
-    grid = Table(box=None, pad_edge=False)
-    for name in head:
-        grid.add_column(name, justify="right", no_wrap=True)
-    for row in body:
-        grid.add_row(*row)
-    console = Console(file=sys.stdout, highlight=False)
-    if not console.is_terminal or console.width < 132:
-        console = Console(file=sys.stdout, highlight=False, width=132, no_color=not console.is_terminal)
-    console.print(grid)
+    heads, *rows = table(found)
+    console = wide_console(sys.stdout)
+    console.print(grid(heads, rows, left=0))
     for line in conclusions(found):
         console.print(line)
 

@@ -21,6 +21,14 @@ MAX_STALL = 0.1
 """Seconds for which the client may have stood still once; or the same share of the p99 gap."""
 MAX_CPU = 0.8
 """Share of a core for one client process; above it, arrivals queue in the client."""
+VERDICT_WORDS = {
+    "ok": "Valid",
+    "client_limited": "Invalid: the client was the limit",
+    "server_saturated": "Server saturated",
+    "unsteady": "Load not steady",
+    "too_few_samples": "Too few samples for percentiles",
+}
+"""Each verdict as a reader sees it."""
 _BINS = 120
 
 

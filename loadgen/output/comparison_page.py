@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from html import escape
 
 import plotly.graph_objects as go
 
 from loadgen.compare import Comparison, Row, split_metric
 from loadgen.measure.paired import rises
 from loadgen.measure.stats import DEFINITIONS, Summary
-from loadgen.output.run_page import figure, page, plots, table, terms
+from loadgen.output.comparison import comparison_values
+from loadgen.output.page import render_page
+from loadgen.output.run_page import figure
 
 _COLOURS = {"regress": "#b3423f", "improve": "#3f9253"}
 _NEUTRAL = "#6b6b6b"
@@ -19,20 +20,15 @@ _SIDES = (("a", "#3b6fb6"), ("b", "#d1792b"))
 
 def comparison_page(comparison: Comparison) -> str:
     """The whole page."""
-    head, *rows = comparison.table()
     families = {row.metric.partition("{")[0].rpartition("_")[0] or row.metric for row in comparison.rows}
-    sides = [(name.upper(), config) for name, config in (("a", comparison.a), ("b", comparison.b)) if config]
-    how = "both servers up, loaded in turn" if comparison.together else "servers restarted in turn"
-    notes = "".join(f"<li>{escape(note)}</li>" for note in comparison.notes)
-    environment = comparison.pairs[0].a.environment.items() if comparison.pairs else ()
-    body = (
-        f'<p class="verdict">Verdict: <b>{escape(comparison.verdict)}</b></p>'
-        f"<p>{len(comparison.pairs)} pairs, {how}. The run is the unit.</p><ul>{notes}</ul>"
-        f"{terms(sides)}{table(head, rows)}{plots([_ratios(comparison), *_pairs(comparison)])}"
-        f"<h2>Environment</h2>{terms(environment)}"
-        f"<h2>Definitions</h2>{terms((n, text) for n, text in DEFINITIONS.items() if n in families)}"
+    return render_page(
+        "comparison.html.j2",
+        [_ratios(comparison), *_pairs(comparison)],
+        title="vtune: Comparison",
+        environment=comparison.pairs[0].a.environment if comparison.pairs else {},
+        definitions=[(name, text) for name, text in DEFINITIONS.items() if name in families],
+        **comparison_values(comparison),
     )
-    return page("Comparison", body)
 
 
 def _ratios(comparison: Comparison) -> go.Figure:

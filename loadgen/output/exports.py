@@ -1,60 +1,23 @@
-"""Results in the forms that other tools read: JUnit, CSV, github-action-benchmark's and Bencher's JSON."""
+"""Results in the forms that other tools read: cases for JUnit, CSV, github-action-benchmark's and Bencher's
+JSON."""
 
 from __future__ import annotations
 
 import csv
 import io
 import math
-import re
-import xml.etree.ElementTree as ET
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from loadgen.compare import Comparison, Row, split_metric
 from loadgen.measure.paired import rises
 from loadgen.measure.record import Records
+from loadgen.measure.run_validity import VERDICT_WORDS
 from loadgen.measure.stats import METRICS, RATES, Summary, frame
+from loadgen.output.junit import Case
 from servers.slo.bounds import Bound, format_value
 
 _HEADLINES = ("ttft_p50", "ttft_p95", "tpot_p50", "itl_p50", "itl_p99", "e2e_p95", *RATES[:2])
-_NOT_XML = re.compile("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-
-
-@dataclass(frozen=True)
-class Case:
-    """One question and its answer, as a test runner sees it. ``failure`` and ``skipped`` say why; both empty:
-    it passed."""
-
-    name: str
-    failure: str = ""
-    skipped: str = ""
-    text: str = ""
-
-
-def junit(cases: Iterable[Case], suite: str) -> str:
-    """JUnit XML: a case a metric, skipped where nothing was shown."""
-    listed = list(cases)
-    root = ET.Element("testsuites")
-    element = ET.SubElement(
-        root,
-        "testsuite",
-        name=suite,
-        tests=str(len(listed)),
-        failures=str(sum(bool(case.failure) for case in listed)),
-        skipped=str(sum(bool(case.skipped) for case in listed)),
-        errors="0",
-        time="0.000",
-    )
-    for case in listed:
-        node = ET.SubElement(element, "testcase", classname=suite, name=_clean(case.name))
-        for kind, message in (("failure", case.failure), ("skipped", case.skipped)):
-            if message:
-                ET.SubElement(node, kind, message=_clean(message)).text = _clean(case.text)
-        if case.text and not (case.failure or case.skipped):
-            ET.SubElement(node, "system-out").text = _clean(case.text)
-    ET.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
 
 
 def comparison_cases(comparison: Comparison) -> Iterator[Case]:
@@ -73,7 +36,7 @@ def comparison_cases(comparison: Comparison) -> Iterator[Case]:
 
 def run_cases(records: Records, bounds: Iterable[Bound]) -> Iterator[Case]:
     """A case for the run's own verdict, and one a bound; one that too few samples speak of is skipped."""
-    reasons = "; ".join(records.reasons) or records.verdict
+    reasons = "; ".join(records.reasons) or VERDICT_WORDS[records.verdict]
     yield Case("validity", failure=reasons if records.verdict == "client_limited" else "", text=reasons)
     summary = Summary(records)
     for bound in bounds:
@@ -170,8 +133,3 @@ def _cell(value: Any) -> str:
         return "" if math.isnan(value) else repr(value)
     text = str(value)
     return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
-
-
-def _clean(text: str) -> str:
-    """Without the characters that XML cannot hold."""
-    return _NOT_XML.sub("", text)

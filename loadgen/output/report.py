@@ -1,9 +1,9 @@
-"""A run as text, Markdown and JSON. The HTML report is in ``loadgen.output.run_page``."""
+"""A run as text, Markdown and JSON. The HTML page is in ``loadgen.output.run_page``."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, Any
 
 from rich.console import Console, Group, RenderableType
@@ -11,9 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from loadgen.measure.record import Records
+from loadgen.measure.run_validity import VERDICT_WORDS
 from loadgen.measure.stats import COUNTS, DEFINITIONS, METRICS, PARTS, RATES, Summary
+from loadgen.output.escape import printable
 
 SCHEMA = "vtune.bench/1"
+_WIDTH = 132
+"""Columns that the tables need."""
 SUFFIXES = ("mean", "p50", "p90", "p95", "p99")
 SHOWN = ("ttft", "tpot", "itl", "inter_chunk", "max_stall", "e2e")
 """The headline metrics, given for every class; service latencies and lateness once, for all."""
@@ -132,15 +136,12 @@ def text(records: Records) -> RenderableType:
     """For a rich console."""
     summary = Summary(records)
     parts: list[RenderableType] = [
-        Text.assemble((f"{name:<9}", "dim"), value) for name, value in facts(records)
+        Text.assemble((f"{name:<9}", "dim"), printable(value)) for name, value in facts(records)
     ]
-    parts.append(table(RATE_HEADS, list(rate_rows(summary)), left=1))
-    parts.append(table(LATENCY_HEADS, list(latency_rows(summary)), left=2))
-    if went := list(part_rows(summary)):
-        parts.append(table(PART_HEADS, went, left=2))
+    parts += [table(heads, rows, left=1 if heads is RATE_HEADS else 2) for heads, rows in _tables(summary)]
     colour = "green" if records.verdict == "ok" else "yellow"
-    parts.append(Text.assemble("verdict  ", (records.verdict, f"bold {colour}")))
-    parts += [Text(f"  - {reason}") for reason in records.reasons]
+    parts.append(Text.assemble("verdict  ", (VERDICT_WORDS[records.verdict], f"bold {colour}")))
+    parts += [Text(f"  - {printable(reason)}") for reason in records.reasons]
     parts += [Text(f"{NAMES[name]}: {DEFINITIONS[name]}", style="dim") for name in SHOWN]
     parts.append(Text(_FOOTNOTE, style="dim"))
     return Group(*parts)
@@ -152,49 +153,60 @@ _FOOTNOTE = (
 )
 
 
-def table(heads: tuple[str, ...], rows: list[tuple[str, ...]], left: int) -> Table:
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> Table:
     """The first ``left`` columns are text; what repeats in the first one is left out."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for i, head in enumerate(heads):
-        table.add_column(head, justify="left" if i < left else "right", no_wrap=True)
+        table.add_column(Text(head), justify="left" if i < left else "right", no_wrap=True)
     previous = None
     for row in rows:
-        table.add_row(*("" if i == 0 and cell == previous else cell for i, cell in enumerate(row)))
+        shown = ("" if i == 0 and cell == previous else cell for i, cell in enumerate(row))
+        table.add_row(*(Text(printable(cell)) for cell in shown))
         previous = row[0]
     return table
 
 
 def print_report(records: Records, file: IO[str]) -> None:
     """Print :func:`text`; wide enough for its tables where there is no terminal."""
-    console = Console(file=file, highlight=False)
-    if not console.is_terminal or console.width < 132:
-        console = Console(file=file, highlight=False, width=132, no_color=not console.is_terminal)
-    console.print(text(records))
+    wide_console(file).print(text(records))
+
+
+def wide_console(file: IO[str]) -> Console:
+    """For tables of up to 132 columns, in colour on a terminal; prints markup as it stands."""
+    console = Console(file=file, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal or console.width < _WIDTH:
+        plain = not console.is_terminal
+        console = Console(file=file, highlight=False, markup=False, emoji=False, width=_WIDTH, no_color=plain)
+    return console
 
 
 def markdown(records: Records) -> str:
     """Fits a CI job's summary."""
-    summary = Summary(records)
-    lines = [f"## Benchmark: {records.verdict}", ""]
-    lines += [f"- {_escape(reason)}" for reason in records.reasons] + [""] * bool(records.reasons)
-    lines += [f"- **{name}**: {_escape(value)}" for name, value in facts(records)]
-    lines += ["", *markdown_table(RATE_HEADS, rate_rows(summary))]
-    lines += ["", *markdown_table(LATENCY_HEADS, latency_rows(summary))]
+    from loadgen.output.page import render
+
+    values = report_values(records, Summary(records))
+    shown = [(NAMES[name], DEFINITIONS[name]) for name in SHOWN]
+    return render("run.md.j2", **{**values, "definitions": shown}, footnote=_FOOTNOTE)
+
+
+def report_values(records: Records, summary: Summary) -> dict[str, Any]:
+    """What the templates of a run show."""
+    return {
+        "verdict": VERDICT_WORDS[records.verdict],
+        "reasons": records.reasons,
+        "facts": facts(records),
+        "tables": [(heads, list(rows)) for heads, rows in _tables(summary)],
+        "environment": records.environment,
+        "definitions": [(NAMES.get(name, name), text) for name, text in DEFINITIONS.items()],
+    }
+
+
+def _tables(summary: Summary) -> Iterator[tuple[tuple[str, ...], Iterator[tuple[str, ...]]]]:
+    """(headings, rows); the parts of TTFT where a server told them."""
+    yield RATE_HEADS, rate_rows(summary)
+    yield LATENCY_HEADS, latency_rows(summary)
     if summary.count("queue_p50"):
-        lines += ["", *markdown_table(PART_HEADS, part_rows(summary))]
-    lines += ["", *(f"- {NAMES[name]}: {DEFINITIONS[name]}" for name in SHOWN), "", _FOOTNOTE, ""]
-    return "\n".join(lines)
-
-
-def markdown_table(heads: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> Iterator[str]:
-    yield "| " + " | ".join(heads) + " |"
-    yield "|" + "---|" * len(heads)
-    for row in rows:
-        yield "| " + " | ".join(_escape(cell) for cell in row) + " |"
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
+        yield PART_HEADS, part_rows(summary)
 
 
 def to_json(records: Records) -> dict[str, Any]:

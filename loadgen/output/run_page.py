@@ -1,40 +1,23 @@
-"""A run as one HTML file that opens offline: plotly's script is inside."""
+"""A run as one HTML file that opens offline."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from loadgen.measure.record import Records
 from loadgen.measure.serverside import timeline
-from loadgen.measure.stats import DEFINITIONS, PARTS, Summary
+from loadgen.measure.stats import PARTS, Summary
 from loadgen.measure.window import in_flight
-from loadgen.output.report import (
-    LATENCY_HEADS,
-    NAMES,
-    PART_HEADS,
-    RATE_HEADS,
-    facts,
-    latency_rows,
-    part_rows,
-    rate_rows,
-)
+from loadgen.output.page import render_page
+from loadgen.output.report import NAMES, report_values
 
 _COLOURS = ("#3b6fb6", "#d1792b", "#3f9253", "#b3423f", "#7a5fa8", "#6b6b6b")
 _MAX_POINTS = 4000
-_STYLE = """
-body { font: 15px/1.45 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em }
-table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums }
-th, td { padding: .2em .8em; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap }
-th:first-child, td:first-child, .names td:nth-child(2) { text-align: left }
-.verdict { font-size: 1.3em } .scroll { overflow-x: auto } dt { font-weight: 600 } dd { margin: 0 0 .4em 0 }
-"""
 
 
 def run_page(records: Records) -> str:
@@ -50,47 +33,7 @@ def run_page(records: Records) -> str:
         *_server(records),
         *_parts(summary),
     ]
-    reasons = "".join(f"<li>{escape(reason)}</li>" for reason in records.reasons)
-    tables = table(RATE_HEADS, rate_rows(summary)) + table(LATENCY_HEADS, latency_rows(summary))
-    if summary.count("queue_p50"):
-        tables += table(PART_HEADS, part_rows(summary))
-    body = (
-        f'<p class="verdict">Verdict: <b>{escape(records.verdict)}</b></p><ul>{reasons}</ul>'
-        f"{terms(facts(records))}{tables}{plots(figures)}"
-        f"<h2>Environment</h2>{terms(records.environment.items())}"
-        f"<h2>Definitions</h2>{terms((NAMES.get(name, name), text) for name, text in DEFINITIONS.items())}"
-    )
-    return page("Benchmark", body)
-
-
-def page(title: str, body: str) -> str:
-    """A whole document with everything inside it."""
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>vtune: {escape(title)}</title>'
-        f'<link rel="icon" href="data:,"><style>{_STYLE}</style><script>{get_plotlyjs()}</script></head>'
-        f"<body><h1>{escape(title)}</h1>{body}</body></html>\n"
-    )
-
-
-def plots(figures: Iterable[go.Figure]) -> str:
-    """The figures one below the other, ``plot0``, ``plot1`` and so on."""
-    return "".join(
-        drawn.to_html(full_html=False, include_plotlyjs=False, div_id=f"plot{i}")
-        for i, drawn in enumerate(figures)
-    )
-
-
-def terms(pairs: Iterable[tuple[str, object]]) -> str:
-    """A list of names and what they are."""
-    items = "".join(f"<dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd>" for name, value in pairs)
-    return f"<dl>{items}</dl>"
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Rows of text under their headings."""
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in heads)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table class="names"><tr>{head}</tr>{body}</table></div>'
+    return render_page("run.html.j2", figures, title="vtune: Benchmark", **report_values(records, summary))
 
 
 def figure(title: str, x: str, y: str, traces: Sequence[Any], **layout: Any) -> go.Figure:
@@ -100,7 +43,6 @@ def figure(title: str, x: str, y: str, traces: Sequence[Any], **layout: Any) -> 
         title=title,
         xaxis_title=x,
         yaxis_title=y,
-        template="plotly_white",
         height=380,
         showlegend=True,
         **layout,
@@ -166,7 +108,7 @@ def _timeline(records: Records) -> go.Figure:
                 mode="markers",
                 marker={"symbol": "x", "color": "#b3423f", "size": 8},
                 name="failed (until the failure)",
-                text=[f"request {r.index}: {escape(str(r.failure))}" for r in failed],
+                text=[f"request {r.index}: {r.failure}" for r in failed],
             )
         )
     return _with_window(figure("TTFT of each request", "intended time, s", "s", traces), records)

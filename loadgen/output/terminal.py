@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
+from loadgen.output.escape import BLOCK, printable
+
 if TYPE_CHECKING:
     from loadgen.plan.workload import Schedule
     from loadgen.wire.messages import Progress
@@ -32,7 +34,7 @@ class Format(StrEnum):
 
 def fail(message: str) -> NoReturn:
     """Say what is wrong on stderr and exit with 2."""
-    typer.echo(f"error: {message}", err=True)
+    typer.echo(f"error: {printable(message, BLOCK)}", err=True)
     raise typer.Exit(UNUSABLE)
 
 

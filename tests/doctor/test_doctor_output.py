@@ -27,6 +27,9 @@ from doctor.diagnosis.finding import Diagnosis
 from doctor.diagnosis.playbook import load_all
 from doctor.metrics.period import moment, period
 from doctor.metrics.sources import MetricsUrl, Scrapes
+from doctor.output.junit import as_junit
+from doctor.output.markdown import as_markdown
+from doctor.output.report import as_text
 from doctor.output.watch import CLEAR, RollingMetrics, line, screen, watch
 from servers.errors import SourceError
 
@@ -67,7 +70,7 @@ def test_markdown_has_figures_queries_and_cure(incident: str) -> None:
 
 def test_junit_has_a_case_a_symptom(incident: str) -> None:
     document = run("doctor", "--series", incident, "--since", "-5m", *FLAGS, "--format", "junit").stdout
-    suite = ElementTree.fromstring(document.encode())
+    (suite,) = ElementTree.fromstring(document.encode())
     cases = {case.get("name"): case for case in suite}
     assert cases.keys() == {book.id for book in load_all() if book.when.parts}
     failed = [name for name, case in cases.items() if case.find("failure") is not None]
@@ -82,10 +85,8 @@ def test_junit_has_a_case_a_symptom(incident: str) -> None:
 
 def test_junit_fails_at_the_gate_s_own_severity(incident: str) -> None:
     arguments = ("doctor", "--series", incident, "--since", "-5m", *FLAGS, "--format", "junit")
-    assert (
-        ElementTree.fromstring(run(*arguments, "--fail-on", "critical").stdout.encode()).get("failures")
-        == "0"
-    )
+    (suite,) = ElementTree.fromstring(run(*arguments, "--fail-on", "critical").stdout.encode())
+    assert suite.get("failures") == "0"
 
 
 @pytest.mark.parametrize(
@@ -203,3 +204,14 @@ def test_ctrl_c_ends_the_live_view_as_a_command_that_went_well() -> None:
         _, complaint = process.communicate(timeout=240)
     assert all("warning seq-cap on 127.0.0.1" in text for text in lines), lines
     assert (process.returncode, complaint) == (0, "")
+
+
+def test_what_a_server_calls_itself_is_shown_as_text() -> None:
+    name = "a\x1b[2J`<img>|\n:1"
+    diagnosis = diagnose(Scrapes(CAPPED.scrapes(), name), {"max_num_seqs": 2})
+    shown = as_text(diagnosis)
+    assert shown.splitlines()[0].startswith(r"a\x1b[2J`<img>|\n:1: ")
+    page = as_markdown(diagnosis)
+    assert page.splitlines()[0] == r"# Diagnosis of a\\x1b\[2J\`&lt;img>\| :1"
+    assert "\x1b" not in shown + page + as_junit(diagnosis, load_all())
+    assert "\x1b" not in line(diagnosis, datetime(2026, 1, 1)) + line(SourceError(name), datetime(2026, 1, 1))

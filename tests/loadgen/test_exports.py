@@ -11,16 +11,15 @@ from made_runs import records
 
 from loadgen.compare import Comparison, Pair, compare_runs
 from loadgen.output.exports import (
-    Case,
     bencher,
     comparison_cases,
     comparison_csv,
     github_benchmark,
-    junit,
     requests_csv,
     run_benchmark,
     run_cases,
 )
+from loadgen.output.junit import Case, junit
 from servers.slo.bounds import parse_bounds
 
 METRICS = ("itl_p50", "ttft_p95", "throughput", "failed")
@@ -59,11 +58,11 @@ def test_junit_skips_what_is_inconclusive_and_fails_what_is_invalid() -> None:
     assert nothing == {"validity": "failure"}
 
 
-def test_junit_drops_what_xml_cannot_hold() -> None:
+def test_junit_escapes_what_xml_cannot_hold() -> None:
     text = junit([Case("a\x00b\x1b[31m", failure="\ud800<&>\ufffe\U0001f600", text='"]]>')], "s")
     (suite,) = ET.fromstring(text.encode())
-    assert suite[0].attrib["name"] == "ab[31m"
-    assert suite[0][0].attrib["message"] == "<&>\U0001f600"
+    assert suite[0].attrib["name"] == r"a\x00b\x1b[31m"
+    assert suite[0][0].attrib["message"] == "\\ud800<&>\\ufffe\U0001f600"
     assert suite[0][0].text == '"]]>'
 
 

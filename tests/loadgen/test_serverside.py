@@ -13,8 +13,8 @@ from recorded_exchange import event, exchange, planned, text
 from loadgen.measure.record import Failure, Records
 from loadgen.measure.serverside import samples, timeline
 from loadgen.measure.stats import Summary
-from loadgen.output.run_page import run_page
 from loadgen.output.report import markdown, part_rows
+from loadgen.output.run_page import run_page
 from loadgen.wire.completion import parse_exchange
 
 SCRAPE = """# TYPE vllm:num_requests_running gauge

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
-import plotly.io
 
 from loadgen.measure.stats import Distribution
 from servers.slo.bounds import LATENCIES, RATES, family_of
@@ -249,26 +248,6 @@ def kv_pool(results: Sequence[TrialResult]) -> go.Figure:
         )
     title = "KV pool over the token budget"
     return _dress(figure, title, "max_num_batched_tokens", "KV pool, tokens").update_xaxes(type="log")
-
-
-def to_html(figure: go.Figure, place: int) -> str:
-    """As the ``place``-th part of a page that has plotly's script.
-
-    The theme is laid in here, as data: a figure that is given it copies and checks all of it, which takes
-    longer than all else about a figure.
-    """
-    drawn = figure.to_dict()
-    drawn["layout"]["template"] = plotly.io.templates["plotly_white"].to_plotly_json()
-    return str(
-        plotly.io.to_html(
-            drawn,
-            config={"responsive": True, "displayModeBar": False},
-            include_plotlyjs=False,
-            full_html=False,
-            validate=False,
-            div_id=f"plot{place}",
-        )
-    )
 
 
 def scale_of(metric: str) -> float:

@@ -13,12 +13,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import plotly.graph_objects as go
-from plotly.offline import get_plotlyjs
 
 from loadgen.measure.record import Records, RecordsError
 from loadgen.measure.stats import DEFINITIONS, Distribution, Summary
+from loadgen.output.page import render, render_page
 from servers.files import write_atomically
 from servers.slo.bounds import family_of, format_value
 from servers.slo.objective import Slo
@@ -221,10 +220,11 @@ def environment() -> dict[str, str]:
 def write_report(facts: Facts) -> list[Path]:
     """``report.json``, ``.md`` and ``.html`` in the output directory, each whole or not at all."""
     data = facts.to_json()
+    values = _values(facts, data)
     texts = {
         "report.json": json.dumps(data, indent=2) + "\n",
-        "report.md": _render("report.md.j2", facts, data, []),
-        "report.html": _render("report.html.j2", facts, data, figures(facts)),
+        "report.md": render("report.md.j2", "tuner.report", **values),
+        "report.html": render_page("report.html.j2", figures(facts), "tuner.report", **values),
     }
     paths = []
     for name, text in texts.items():
@@ -280,28 +280,21 @@ def _load(paths: Sequence[Path]) -> list[Records]:
     return found
 
 
-def _render(template: str, facts: Facts, data: Mapping[str, Any], charts: Sequence[go.Figure]) -> str:
-    environment_ = jinja2.Environment(
-        loader=jinja2.PackageLoader("tuner.report", "templates"),
-        autoescape=jinja2.select_autoescape(["html.j2"]),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment_.get_template(template).render(
-        facts=facts,
-        data=data,
-        trials=[_trial_row(result, facts) for result in facts.results],
-        failures=[r for r in facts.results if r.log_tail],
-        examined=[r for r in facts.results if (r.findings or r.unexamined) and r.status != "duplicate"],
-        changes_of=lambda result: describe_changes(facts.space.changes(result.config)) or "none",
-        charts=[plots.to_html(chart, place) for place, chart in enumerate(charts)],
-        plotly=get_plotlyjs() if charts else "",
-        label=label,
-        show=format_value,
-        reading=show,
-        word=render_value,
-    )
+def _values(facts: Facts, data: Mapping[str, Any]) -> dict[str, Any]:
+    """What both templates show."""
+    return {
+        "title": f"vtune: {facts.study}",
+        "facts": facts,
+        "data": data,
+        "trials": [_trial_row(result, facts) for result in facts.results],
+        "failures": [r for r in facts.results if r.log_tail],
+        "examined": [r for r in facts.results if (r.findings or r.unexamined) and r.status != "duplicate"],
+        "changes_of": lambda result: describe_changes(facts.space.changes(result.config)) or "none",
+        "label": label,
+        "show": format_value,
+        "reading": show,
+        "word": render_value,
+    }
 
 
 def _trial_row(result: TrialResult, facts: Facts) -> dict[str, Any]:
