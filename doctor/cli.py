@@ -132,8 +132,8 @@ def doctor(
     from doctor.diagnosis.playbook import PlaybookError
     from doctor.metrics.period import period, seconds
     from doctor.metrics.sources import SeriesFile
+    from servers.command import parse_command
     from servers.errors import SourceError
-    from servers.flags.command import parse_command
     from servers.flags.words import FlagError
     from servers.logs.vllm_log import read_log
     from servers.slo.bounds import SloError

@@ -21,7 +21,7 @@ from loadgen.plan.workload import PRESETS as WORKLOADS
 from loadgen.plan.workload import WorkloadError
 from loadgen.plan.workload_file import is_file, read_workload
 from loadgen.targets.simulated import PREFIX, gpu_defaults
-from servers.flags.command import ServerCommand, parse_command
+from servers.command import ServerCommand, parse_command
 from servers.flags.words import FlagError
 from servers.slo.bounds import SloError
 from servers.slo.objective import Slo, parse_slo

@@ -104,7 +104,7 @@ def _side(
 ) -> Side:
     from doctor.diagnosis.diff import Side
     from doctor.metrics.sources import PrometheusSource, SeriesFile, Source
-    from servers.flags.command import parse_command
+    from servers.command import parse_command
     from servers.logs.vllm_log import read_log
 
     source: Source

@@ -15,8 +15,8 @@ from doctor.diagnosis.playbook import SEVERITIES, Playbook, load_all
 from doctor.diagnosis.prescribe import prescriptions
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Source
-from servers.flags.known_flags import Engine
-from servers.log_facts import LogFacts
+from servers.known_flags import Engine
+from servers.logs.log_facts import LogFacts
 from servers.reading import Number
 
 FEW_REQUESTS = 20

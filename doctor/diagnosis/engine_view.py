@@ -12,9 +12,9 @@ from doctor.diagnosis.playbook import ASSUMPTIONS, told_by
 from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Observation
-from servers.flags import known_flags as server_flags
-from servers.flags.known_flags import Engine, Flags
-from servers.log_facts import LogFacts
+from servers import known_flags as server_flags
+from servers.known_flags import Engine, Flags
+from servers.logs.log_facts import LogFacts
 from servers.reading import Missing, Number, Reading
 
 

@@ -12,10 +12,11 @@ from doctor.diagnosis.engine_view import Patient
 from doctor.diagnosis.finding import Prescription
 from doctor.diagnosis.playbook import Playbook, Remedy
 from doctor.diagnosis.verification_status import standing
+from servers import flag_rules
 from servers.expression import Comparison, Lookup
-from servers.flags import flag_rules, sglang_rules
-from servers.flags.known_flags import SWITCHES, Flags
+from servers.flags import sglang_rules
 from servers.flags.words import render
+from servers.known_flags import SWITCHES, Flags
 from servers.reading import Number, Reading
 
 

@@ -11,8 +11,8 @@ from doctor.diagnosis.judged_slo import parse_slo
 from doctor.export.compile import RuleCompiler
 from doctor.metrics.promql import PromQL
 from doctor.metrics.sources import Source, subquery_step
-from servers.flags import known_flags as server_flags
-from servers.log_facts import LogFacts
+from servers import known_flags as server_flags
+from servers.logs.log_facts import LogFacts
 from servers.metrics import catalog
 
 DEFAULT_WINDOW_S = 300.0

@@ -20,8 +20,8 @@ from loadgen.targets.endpoint import OpenServer
 from loadgen.targets.http import Http
 from loadgen.targets.process import ServerProcess
 from servers.flags.offered_flags import OfferedFlags, read_offered_flags
-from servers.flags.sglang_flags import render_sglang
 from servers.flags.words import FlagError, render, split_words
+from servers.kinds.sglang import render_sglang
 
 DEFAULT_PORT = 8000
 """The port in commands that are shown; vLLM's and ours."""

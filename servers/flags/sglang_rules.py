@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from servers.flags.sglang_flags import SPELLING, SWITCHES, to_sglang
 from servers.flags.words import render
+from servers.kinds.sglang import SPELLING, SWITCHES, to_sglang
 
 MEMORY_STEP = 0.02
 """How much ``mem_fraction_static`` is raised at a time."""

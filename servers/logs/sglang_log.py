@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from servers.flags.sglang_flags import from_sglang
-from servers.log_facts import LogFacts, page, pairs
+from servers.kinds.sglang import from_sglang
+from servers.logs.log_facts import LogFacts, page, pairs
 
 _STAMP = (
     r"\[(?:(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[ T])?(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"

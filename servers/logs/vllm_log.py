@@ -14,8 +14,8 @@ from typing import Any
 
 from servers.errors import SourceError
 from servers.input_file import GZIP, gunzipped, read_input
-from servers.log_facts import LogFacts, page, pairs
 from servers.logs import sglang_log
+from servers.logs.log_facts import LogFacts, page, pairs
 
 _VERSION = re.compile(r"(?:version|engine \(v|server version) ?(\d+\.\d+[\w.+]*)")
 _NON_DEFAULT = re.compile(r"non-default args: (\{.*\})")

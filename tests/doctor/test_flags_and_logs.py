@@ -13,9 +13,9 @@ from synthetic_server import Server
 from doctor.diagnosis.diagnose import diagnose
 from doctor.metrics.log_source import LogSource
 from doctor.metrics.sources import Scrapes
+from servers import known_flags
 from servers.errors import SourceError
-from servers.flags import known_flags
-from servers.log_facts import LogFacts
+from servers.logs.log_facts import LogFacts
 from servers.logs.vllm_log import parse_log, read_log
 from servers.metrics import catalog
 

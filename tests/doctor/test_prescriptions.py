@@ -17,8 +17,8 @@ from doctor.diagnosis.playbook import Playbook, load_all
 from doctor.diagnosis.prescribe import prescriptions
 from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS, Unit
-from servers.flags.command import parse_command
-from servers.flags.known_flags import Engine, Flags, resolve
+from servers.command import parse_command
+from servers.known_flags import Engine, Flags, resolve
 from servers.reading import Missing, Number, Reading
 
 DIRECTION = {

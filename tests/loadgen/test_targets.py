@@ -20,8 +20,8 @@ from loadgen.target import AtOnce, RunFailed, StartFailed
 from loadgen.targets import server as server_module
 from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.server import ServerTarget, free_port
+from servers.failures import classify
 from servers.flags.words import FlagError
-from servers.logs.failures import classify
 
 FAKE = Path(__file__).parents[1] / "fake_server.py"
 

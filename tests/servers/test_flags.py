@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servers.flags.command import parse_command
+from servers.command import parse_command
 from servers.flags.words import KINDS, FlagError, render
 
 

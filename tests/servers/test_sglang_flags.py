@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from loadgen.target import StartFailed
 from loadgen.targets.server import ServerTarget, server_kind
-from servers.flags.command import parse_command
-from servers.flags.sglang_flags import NAMES, from_sglang, render_sglang, to_sglang
+from servers.command import parse_command
 from servers.flags.words import FlagError
+from servers.kinds.sglang import NAMES, from_sglang, render_sglang, to_sglang
 
 
 @pytest.mark.parametrize(

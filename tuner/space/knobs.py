@@ -19,7 +19,7 @@ from servers.expression import parse_expression
 from servers.flags.defaults import NAMES, Engine, Platform
 from servers.flags.memory_plan import MemoryPlan
 from servers.flags.offered_flags import OfferedFlags
-from servers.flags.sglang_flags import SPELLING
+from servers.kinds.sglang import SPELLING
 from tuner.space.axis import Axis, Value, is_number
 from tuner.space.rules import Numbers, evaluate
 

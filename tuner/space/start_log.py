@@ -10,8 +10,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from servers.flags.defaults import NAMES
-from servers.flags.known_flags import SWITCHES, resolve
 from servers.flags.memory_plan import MemoryPlan
+from servers.known_flags import SWITCHES, resolve
 from servers.logs.vllm_log import parse_log
 from tuner.space.knobs import ENGINES, HELD, knobs_of
 

@@ -13,7 +13,7 @@ from loadgen.target import Target
 from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import SimulatedTarget
-from servers.flags.command import ServerCommand
+from servers.command import ServerCommand
 from tuner.job.job import Job
 from tuner.job.launch import BUNDLED_HUB_ID
 from tuner.space.file import SpaceFile

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from servers.flags import defaults
 from servers.flags.defaults import Engine, Platform, version_tuple
-from servers.flags.sglang_flags import SPELLING
-from servers.log_facts import LogFacts
+from servers.kinds.sglang import SPELLING
+from servers.logs.log_facts import LogFacts
 from servers.reading import Missing, Number, Reading
 
 Origin = Literal["given", "log", "metrics", "inferred", "default", "guessed"]

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from servers.flags.sglang_flags import from_sglang, render_sglang
 from servers.flags.words import FlagError, parse_flags, render, split_words, stray
+from servers.kinds.sglang import from_sglang, render_sglang
 
 _ENV = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _SGLANG = re.compile(r"(^|[/ ])sglang( serve$|\.)")
@@ -27,7 +27,7 @@ class ServerCommand:
     ``python -m sglang.launch_server``, a Docker image, or "" for bare flags."""
     model: str | None = None
     flags: dict[str, Any] = field(default_factory=dict)
-    """In vLLM's names, whosever server it is (see ``servers.flags.sglang_flags``)."""
+    """In vLLM's names, whosever server it is (see ``servers.kinds.sglang``)."""
     env: dict[str, str] = field(default_factory=dict)
     rest: tuple[str, ...] = ()
     """The words before the program: ``docker run --gpus all``, ``taskset -c 0-3``, ``uv run``."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from servers.flags import sglang_rules
-from servers.flags.known_flags import Flags
+from servers.known_flags import Flags
 
 Number = int | float
 
