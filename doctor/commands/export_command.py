@@ -88,7 +88,7 @@ def _compiler(wanted: Exported, selector: str, login: LogIn) -> RuleCompiler:
     from servers.command import parse_command
     from servers.errors import SourceError
     from servers.flags.words import FlagError
-    from servers.logs.vllm_log import read_log
+    from servers.server_log import read_log
     from servers.slo.bounds import SloError
 
     try:
