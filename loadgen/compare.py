@@ -11,17 +11,25 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
-
-from loadgen.measure.paired import Effect, Verdict, floor_of, holm, judge, overall, paired_effect, rises
+from loadgen.measure.estimator import (
+    TOTALS,
+    Estimate,
+    Verdict,
+    estimate_runs,
+    floor_of,
+    holm,
+    judge,
+    overall,
+    run_value,
+    samples_needed,
+    whole,
+)
 from loadgen.measure.record import Records
 from loadgen.measure.stats import RATES, Bound, Summary
 from loadgen.plan.workload import Schedule
 from loadgen.target import OpenTarget, Target, TargetFailed
 
 SCHEMA = "vtune.comparison/1"
-COUNTS = ("failed", "backlog")
-"""Metrics that are compared as totals: a ratio of zeros says nothing."""
 Side = Literal["a", "b"]
 _ABBA: tuple[tuple[Side, Side], ...] = (("a", "b"), ("b", "a"))
 """Order of the sides in even and odd pairs: a drift of the machine hits both alike."""
@@ -65,11 +73,10 @@ class Row:
 
     @property
     def change(self) -> str:
-        """As people say it: ``-66 % (-72 … -58)``."""
+        """As people say it: ``-66 % [-72, -58]``."""
         if math.isnan(self.ratio):
             return "n/a"
-        low, high = (f"{100 * (edge - 1):+.0f}" if edge < 100 else "∞" for edge in (self.low, self.high))
-        return f"{100 * (self.ratio - 1):+.0f} % ({low} … {high})"
+        return Estimate(self.metric, 0, self.a, self.b, self.ratio, self.low, self.high).percent
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,7 @@ def compare(
         records = sides.run(side, schedule, stop)
         if number < 2:  # an unknown name should not cost more than a run
             for name, cls in figures:
-                Summary(records, bounds).value(name, cls)
+                run_value(Summary(records, bounds), name, cls)
         return records
 
     with _Sides(target, {"a": a, "b": b}, together, restart) as sides:
@@ -206,7 +213,7 @@ def compare_runs(
     for pair in pairs:
         _check(pair, pairs[0], one_load)
     notes = _invalidating(pairs)
-    summaries = [(Summary(pair.a, bounds), Summary(pair.b, bounds)) for pair in pairs]
+    summaries = [(Summary(whole(pair.a), bounds), Summary(whole(pair.b), bounds)) for pair in pairs]
     rows = _rows(summaries, metrics, confidence) if pairs else ()
     verdict: Verdict = "invalid" if notes else overall([row.verdict for row in rows])
     return Comparison(verdict, rows, tuple(pairs), confidence, notes=tuple(notes))
@@ -216,34 +223,42 @@ def _rows(
     summaries: Sequence[tuple[Summary, Summary]], metrics: Sequence[str], confidence: float
 ) -> tuple[Row, ...]:
     """Holm's adjustment is over the metrics that have a p-value."""
-    drafts = [_draft(summaries, metric, confidence) for metric in metrics]
-    adjusted = iter(holm([draft.p for draft in drafts if isinstance(draft, Effect)]))
-    rows = []
-    for metric, draft in zip(metrics, drafts, strict=True):
-        if isinstance(draft, Row):
-            rows.append(draft)
-            continue
-        p, floor = next(adjusted), floor_of(metric)
-        verdict = judge(draft, p, floor=floor, rises=rises(metric), alpha=1 - confidence)
-        rows.append(Row(metric, draft.a, draft.b, draft.ratio, draft.low, draft.high, p, floor, verdict))
-    return tuple(rows)
+    seen = [estimate_runs(*split_metric(metric), summaries, confidence) for metric in metrics]
+    adjusted = iter(holm([found.p for found in seen if found.has_ratio]))
+    return tuple(
+        _row(metric, found, next(adjusted), confidence, summaries)
+        if found.has_ratio
+        else _row_without_ratio(metric, found, summaries)
+        for metric, found in zip(metrics, seen, strict=True)
+    )
 
 
-def _draft(summaries: Sequence[tuple[Summary, Summary]], metric: str, confidence: float) -> Effect | Row:
-    """The metric's effect, or its finished row where there is no ratio to test."""
+def _row(
+    metric: str,
+    seen: Estimate,
+    p: float,
+    confidence: float,
+    summaries: Sequence[tuple[Summary, Summary]],
+) -> Row:
+    verdict = judge(seen, p, alpha=1 - confidence)
     name, cls = split_metric(metric)
-    a, b = ([side.value(name, cls) for side in sides] for sides in zip(*summaries, strict=True))
-    if name in COUNTS:
-        return _count_row(metric, summaries, sum(a), sum(b))
-    for side, values in (("A", a), ("B", b)):
-        bad = [value for value in values if not (math.isfinite(value) and value > 0)]
-        if bad:
-            why = "failed requests" if math.inf in bad else "too few samples"
-            note = f"no figure in {len(bad)} of {len(values)} runs of {side}: {why}"
-            mean_a, mean_b = float(np.mean(a)), float(np.mean(b))
-            nan = math.nan
-            return Row(metric, mean_a, mean_b, nan, nan, nan, nan, floor_of(metric), "inconclusive", note)
-    return paired_effect(a, b, confidence)
+    fewest = min(side.count(name, cls) for pair in summaries for side in pair)
+    note = f"of {fewest} samples per run" if fewest < samples_needed(name) else ""
+    return Row(metric, seen.a, seen.b, seen.ratio, seen.low, seen.high, p, floor_of(metric), verdict, note)
+
+
+def _row_without_ratio(metric: str, seen: Estimate, summaries: Sequence[tuple[Summary, Summary]]) -> Row:
+    name, cls = split_metric(metric)
+    if name in TOTALS:
+        return _count_row(metric, summaries, seen.a, seen.b)
+    missing = [
+        f"no figure in {bad} of {len(summaries)} runs of {side}"
+        for at, side in enumerate("AB")
+        if (bad := sum(not math.isfinite(run_value(pair[at], name, cls)) for pair in summaries))
+    ]
+    note = "; ".join(missing) + ": failed requests or no samples"
+    nan = math.nan
+    return Row(metric, seen.a, seen.b, nan, nan, nan, nan, floor_of(metric), "inconclusive", note)
 
 
 def _count_row(metric: str, summaries: Sequence[tuple[Summary, Summary]], a: float, b: float) -> Row:
@@ -375,6 +390,6 @@ def _number(metric: str, value: float) -> str:
     """Seconds as milliseconds, rates and counts as they are."""
     if math.isnan(value):
         return "n/a"
-    if split_metric(metric)[0] in (*COUNTS, *RATES):
+    if split_metric(metric)[0] in (*TOTALS, *RATES):
         return f"{value:.4g}"
     return f"{1e3 * value:.4g} ms"

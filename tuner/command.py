@@ -21,9 +21,8 @@ from loadgen.plan.workload import PRESETS as WORKLOADS
 from loadgen.plan.workload import WorkloadError
 from loadgen.plan.workload_file import is_file, read_workload
 from loadgen.targets.simulated import PREFIX, gpu_defaults
-from servers.command import ServerCommand, parse_command
+from servers.flags.command import ServerCommand, parse_command
 from servers.flags.words import FlagError
-from servers.kinds import KINDS
 from servers.slo.bounds import SloError
 from servers.slo.objective import Slo, parse_slo
 from tuner.job.job import DEFAULT_BUDGET, DEFAULT_RUN_SECONDS, DEFAULT_SIMULATED_BUDGET, Job, JobError
@@ -38,6 +37,7 @@ from tuner.search.from_doctor import FindingsError, read_findings
 from tuner.search.prior import PriorError, make_simulator
 from tuner.search.strategies import AUTO, STRATEGIES
 from tuner.space.file import SpaceFile, read_space_file
+from tuner.space.knobs import ENGINES
 from tuner.space.space import SPECULATION, SpaceError, Surroundings, build_space, effective
 from tuner.study.optimize import Optimizer
 from tuner.study.regression import PreviousError, Recommendation, read_previous
@@ -58,7 +58,7 @@ from tuner.workers.storage import (
 )
 
 RUNS = Path("vtune-runs")
-OURS = {"port", "host", "uds", *(s[2:].replace("-", "_") for k in KINDS.values() for s in k.always)}
+OURS = ("port", "host", "uds", "enable_metrics")
 """Flags of a server that the tuner sets itself."""
 CANNOT_WRITE, INTERRUPTED = 2, 130
 
@@ -173,7 +173,7 @@ def _run(options: Options, console: Console) -> int:
             join(storage, record, observer.note, interrupts) as crew,
         ):
             observer.note(f"{'resuming' if joined else 'study'} {name}: {parse_slo(job.slo).describe()}")
-            bench = Bench(target, observer, interrupts, out, None if job.running else KINDS[job.server])
+            bench = Bench(target, observer, interrupts, out, None if job.running else ENGINES[job.server])
             optimizer = Optimizer(job, bench, record, crew)
             optimizer.simulator = make_simulator(
                 job.prior, job.target, job.model, observer.note, optimizer.sketch

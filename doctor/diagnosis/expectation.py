@@ -19,10 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-from scipy.special import stdtrit
-
-from loadgen.measure.paired import floor_of, paired_effect
+from loadgen.measure.estimator import Estimate, floor_of
 
 Outcome = Literal["met", "missed", "open", "allowed"]
 """``open``: the interval decides neither way. ``allowed``: nothing was promised."""
@@ -52,27 +49,6 @@ class Expectation:
     high: float = math.nan
 
 
-@dataclass(frozen=True)
-class Change:
-    """One figure over paired runs: means, and the ratio B/A with its interval (nan: there is none)."""
-
-    a: float
-    b: float
-    ratio: float
-    low: float
-    high: float
-    pairs: int
-
-    @property
-    def percent(self) -> str:
-        """``-63 % [-71, -52]``; where there is no ratio, both values."""
-        if math.isnan(self.ratio):
-            return f"{self.a:.3g} -> {self.b:.3g}"
-        low, high = (f"{100 * (edge - 1):+.0f}" if edge < 100 else "∞" for edge in (self.low, self.high))
-        size = f"{100 * (self.ratio - 1):+.0f} %" if self.ratio < 10 else f"{self.ratio:.1f} times"
-        return f"{size} [{low}, {high}]"
-
-
 def parse_expectation(text: str) -> Expectation:
     """Raises ValueError where the text begins with none of the known forms."""
     for kind, form in _FORMS:
@@ -92,33 +68,8 @@ def _made(text: str, kind: Kind, numbers: Sequence[float]) -> Expectation:
     return Expectation(text, "by", ratios[0], ratios[-1])
 
 
-def change(a: Sequence[float], b: Sequence[float], confidence: float = 0.95) -> Change:
-    """Paired values of the two sides. Counts and shares may be 0: then the differences are compared, with
-    the mean of side A as the unit, in place of the ratios."""
-    if not a or not all(map(math.isfinite, (*a, *b))):
-        nan = math.nan
-        return Change(_mean(a), _mean(b), nan, nan, nan, len(a))
-    if min(*a, *b) > 0:
-        effect = paired_effect(a, b, confidence)
-        return Change(effect.a, effect.b, effect.ratio, effect.low, effect.high, effect.pairs)
-    mean_a, mean_b = float(np.mean(a)), float(np.mean(b))
-    if mean_a <= 0:
-        return Change(mean_a, mean_b, math.nan, math.nan, math.nan, len(a))
-    differences = (np.asarray(b) - np.asarray(a)) / mean_a
-    if len(a) == 1:
-        return Change(mean_a, mean_b, 1 + float(differences[0]), 0.0, math.inf, 1)
-    error = float(differences.std(ddof=1)) / math.sqrt(len(a))
-    margin = float(stdtrit(len(a) - 1, (1 + confidence) / 2)) * error
-    middle = 1 + float(differences.mean())
-    return Change(mean_a, mean_b, middle, max(0.0, middle - margin), middle + margin, len(a))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return float(np.mean(values)) if values else math.nan
-
-
-def judge(expected: Expectation, figure: str, seen: Change) -> Outcome:
-    """Whether ``seen`` is what was expected of ``figure``."""
+def judge(expected: Expectation, seen: Estimate) -> Outcome:
+    """Whether ``seen`` is what was expected of its figure."""
     if expected.kind == "may":
         return "allowed"
     if expected.kind == "range":
@@ -129,7 +80,7 @@ def judge(expected: Expectation, figure: str, seen: Change) -> Outcome:
         return "met" if seen.a > 0 else "open"
     if math.isnan(seen.ratio):
         return _without_ratio(expected, seen)
-    floor = floor_of(figure)
+    floor = floor_of(seen.figure)
     match expected.kind:
         case "falls":
             return _moved(seen.ratio, seen.low, seen.high, floor)
@@ -155,13 +106,13 @@ def _moved(ratio: float, low: float, high: float, floor: float) -> Outcome:
     return "missed" if low > 1 - floor else "open"
 
 
-def _risen(seen: Change, floor: float) -> Outcome:
+def _risen(seen: Estimate, floor: float) -> Outcome:
     if seen.low > 1 and seen.ratio > 1 + floor:
         return "met"
     return "missed" if seen.high < 1 + floor else "open"
 
 
-def _without_ratio(expected: Expectation, seen: Change) -> Outcome:
+def _without_ratio(expected: Expectation, seen: Estimate) -> Outcome:
     """Side A had none of it: nothing can fall, and whatever there is has risen."""
     if math.isnan(seen.a) or math.isnan(seen.b) or seen.pairs == 0:
         return "open"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from doctor.diagnosis.expectation import Change, change, judge, parse_expectation
+from doctor.diagnosis.expectation import judge, parse_expectation
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Scrapes
 from doctor.proof.result import Row, Verdict
 from loadgen.compare import Comparison, Pair, split_metric
+from loadgen.measure.estimator import Estimate, estimate, run_value, whole
 from loadgen.measure.record import Records
 from loadgen.measure.stats import METRICS, RATES, Summary
 from servers.errors import SourceError
@@ -31,24 +32,20 @@ def rows_of(pairs: Sequence[Pair], promised: Mapping[str, str], slo: Mapping[str
     clients = {_client_name(figure) for figure in promised}
     for figure in dict.fromkeys([*promised, *(name for name in ALWAYS if name not in clients)]):
         a, b = ([value(getattr(pair, side), figure, slo) for pair in pairs] for side in ("a", "b"))
-        rows.append(_row(figure, change(a, b), promised.get(figure)))
+        rows.append(_row(figure, estimate(_client_name(figure), a, b), promised.get(figure)))
     return tuple(rows)
 
 
-def _row(figure: str, seen: Change, text: str | None) -> Row:
-    outcome = None if text is None else judge(parse_expectation(text), _client_name(figure), seen)
+def _row(figure: str, seen: Estimate, text: str | None) -> Row:
+    outcome = None if text is None else judge(parse_expectation(text), seen)
     return Row(figure, seen, text, outcome)
 
 
 def value(records: Records, figure: str, slo: Mapping[str, float]) -> float:
     """Of one run: the client's figure where it has one, else the server's signal. Raises KeyError."""
     name, cls = split_metric(_client_name(figure))
-    metric, _, suffix = name.rpartition("_")
-    summary = Summary(records)
-    if name in RATES or (metric in METRICS and suffix == "mean"):
-        return summary.value(name, cls)
-    if metric in METRICS:  # however few samples: the run is the unit, and both sides have as many
-        return summary.distribution(metric, cls).rank(float(f"0.{suffix.removeprefix('p')}"))
+    if name in RATES or name.rpartition("_")[0] in METRICS:
+        return run_value(Summary(whole(records)), name, cls)
     return _signal(records, name, slo)
 
 

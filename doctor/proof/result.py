@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from doctor.diagnosis.expectation import Change, Outcome
+from doctor.diagnosis.expectation import Outcome
+from loadgen.measure.estimator import Estimate
 
 SCHEMA = "vtune.proof/1"
 Verdict = Literal["verified", "refuted", "inconclusive", "not reproduced"]
@@ -30,7 +31,7 @@ class Row:
     """One figure on both sides. ``expected`` None: shown, not promised."""
 
     figure: str
-    change: Change
+    change: Estimate
     expected: str | None
     outcome: Outcome | None
 

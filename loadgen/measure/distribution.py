@@ -108,6 +108,21 @@ class Distribution:
         """NaN when there are fewer than :func:`min_samples` samples."""
         return self.rank(quantile) if self.count >= min_samples(quantile) else math.nan
 
+    def shortfall(self, quantile: float) -> float:
+        """Expected shortfall: the mean of the slowest 1 - ``quantile`` of the samples; NaN without any.
+
+        Unlike the percentile it moves smoothly with every slow sample, however few there are (Rockafellar and
+        Uryasev 2002, "Conditional value-at-risk for general loss distributions"; Acerbi and Tasche 2002).
+        Infinite where a failed request is among them.
+        """
+        if not len(self.values):
+            return math.nan
+        beyond = np.clip(self._cumulative - quantile * self._cumulative[-1], 0.0, self.weights)
+        slowest = beyond > 1e-12 * self._cumulative[-1]
+        if not slowest.any():
+            return float(self.values[-1])
+        return float(self.values[slowest] @ beyond[slowest] / beyond[slowest].sum())
+
     def mean(self) -> float:
         """Over what did not fail."""
         finite = np.isfinite(self.values)
@@ -125,6 +140,28 @@ class Distribution:
         if self.independent:
             return self._binomial_interval(quantile, confidence)
         return self._woodruff_interval(quantile, confidence)
+
+    def shortfall_interval(self, quantile: float, confidence: float = 0.95) -> tuple[float, float]:
+        """Confidence interval of :meth:`shortfall`, from how much requests differ in what they add to it.
+
+        Student's t on its influence function, requests as clusters, on the logarithm. An end that the sample
+        cannot give is 0 or infinity; NaN where there are fewer than :func:`min_samples` samples.
+        """
+        from scipy.special import stdtrit
+
+        if not len(self.values) or self.count < min_samples(quantile):
+            return math.nan, math.nan
+        middle, threshold = self.shortfall(quantile), self.rank(quantile)
+        present = self._group_weights > 0
+        clusters = int(present.sum())
+        if clusters < 2 or not math.isfinite(middle):
+            return (threshold if math.isinf(middle) else 0.0), math.inf
+        finite = np.where(np.isfinite(self.values), self.values, threshold)
+        excess = np.maximum(finite - threshold, 0.0) / (1 - quantile) + threshold - middle
+        by_request = np.bincount(self.groups, excess * self.weights)[present]
+        error = math.sqrt(clusters / (clusters - 1) * float(by_request @ by_request)) / self._cumulative[-1]
+        factor = math.exp(min(float(stdtrit(clusters - 1, (1 + confidence) / 2)) * error / middle, 700.0))
+        return middle / factor, middle * factor
 
     def _binomial_interval(self, quantile: float, confidence: float) -> tuple[float, float]:
         n, tail = len(self.values), (1 - confidence) / 2

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import sub
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from loadgen.measure.backlog import backlog
-from loadgen.measure.distribution import Distribution
+from loadgen.measure.distribution import Distribution, min_samples
 from loadgen.measure.record import Failure, Records, RequestRecord
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ METRICS = (
     "prefill",
     "elsewhere",
 )
+SHOWN = ("mean", "p50", "p90", "p95", "p99", "es95", "es99")
+"""The statistics of a metric in every table."""
+SHORTFALL = "expected shortfall: the mean of the slowest 5 % (es95) or 1 % (es99) of the samples"
+_STATISTIC = re.compile(r"(p|es)([0-9]+)")
 PARTS = ("lateness", "queue", "prefill", "elsewhere")
 """What a TTFT is made of, where the server tells its own share; they add up to it, request by request."""
 RATES = ("throughput", "request_rate", "offered_rate", "goodput")
@@ -144,7 +149,8 @@ def _request_value(record: RequestRecord, metric: str) -> float:
 class Summary:
     """The figures of a run, overall (``cls=None``) and by request class.
 
-    Names: a metric of :data:`METRICS` with ``_p50 _p90 _p95 _p99 _p999 _mean`` (seconds), a rate of
+    Names: a metric of :data:`METRICS` with ``_p50 _p90 _p95 _p99 _p999``, ``_es90 _es95 _es99`` (expected
+    shortfall: the mean of the slowest 10, 5, 1 % of the samples) or ``_mean`` (seconds), a rate of
     :data:`RATES` (tokens/s, requests/s) or a count of :data:`COUNTS`.
     """
 
@@ -161,19 +167,39 @@ class Summary:
         self._check_class(cls)
         if name in RATES or name in COUNTS:
             return float(getattr(self, f"_{name}")(cls))
-        metric, quantile = self._split(name)
-        distribution = self.distribution(metric, cls)
-        return distribution.mean() if quantile is None else distribution.percentile(quantile)
+        metric, _, _ = self._split(name)
+        enough = self.distribution(metric, cls).count >= self.samples_needed(name)
+        return self.statistic(name, cls) if enough else math.nan
+
+    @classmethod
+    def samples_needed(cls, name: str) -> int:
+        """Fewest samples for a percentile or shortfall to be reported (:func:`min_samples`); 1 for a mean."""
+        _, kind, quantile = cls._split(name)
+        return 1 if kind == "mean" else min_samples(quantile)
+
+    def statistic(self, name: str, cls: str | None = None) -> float:
+        """A percentile, shortfall or mean, however few samples. Raises KeyError, also for a rate or count."""
+        self._check_class(cls)
+        metric, kind, quantile = self._split(name)
+        samples = self.distribution(metric, cls)
+        match kind:
+            case "mean":
+                return samples.mean()
+            case "es":
+                return samples.shortfall(quantile)
+            case _:
+                return samples.rank(quantile)
 
     def interval(self, name: str, cls: str | None = None, confidence: float = 0.95) -> tuple[float, float]:
-        """Of a percentile. Means, rates and counts of one run have none here: (NaN, NaN)."""
+        """Of a percentile or shortfall. Means, rates and counts of one run have none here: (NaN, NaN)."""
         self._check_class(cls)
         if name in RATES or name in COUNTS:
             return math.nan, math.nan
-        metric, quantile = self._split(name)
-        if quantile is None:
+        metric, kind, quantile = self._split(name)
+        samples = self.distribution(metric, cls)
+        if kind == "mean":
             return math.nan, math.nan
-        return self.distribution(metric, cls).interval(quantile, confidence)
+        return (samples.shortfall_interval if kind == "es" else samples.interval)(quantile, confidence)
 
     def count(self, name: str, cls: str | None = None) -> int:
         """Samples behind a figure."""
@@ -201,7 +227,7 @@ class Summary:
         row |= {name: self.value(name, cls) for name in RATES}
         for metric in METRICS:
             row[f"{metric}_n"] = self.count(f"{metric}_p50", cls)
-            for suffix in ("mean", "p50", "p90", "p95", "p99"):
+            for suffix in SHOWN:
                 row[f"{metric}_{suffix}"] = self.value(f"{metric}_{suffix}", cls)
         return row
 
@@ -210,15 +236,16 @@ class Summary:
             raise KeyError(f"no class {cls!r} in this run; it has {', '.join(self.classes) or 'none'}")
 
     @staticmethod
-    def _split(name: str) -> tuple[str, float | None]:
+    def _split(name: str) -> tuple[str, Literal["mean", "p", "es"], float]:
+        """(metric, kind of statistic, quantile: NaN for a mean)."""
         metric, _, suffix = name.rpartition("_")
-        digits = suffix[1:]
         if metric in METRICS and suffix == "mean":
-            return metric, None
-        if metric in METRICS and suffix.startswith("p") and digits.isascii() and digits.isdigit():
-            return metric, int(digits) / 10 ** max(2, len(digits))
+            return metric, "mean", math.nan
+        if metric in METRICS and (match := _STATISTIC.fullmatch(suffix)):
+            digits = match[2]
+            return metric, "es" if match[1] == "es" else "p", int(digits) / 10 ** max(2, len(digits))
         raise KeyError(
-            f"unknown figure {name!r}: a metric ({', '.join(METRICS)}) with _p50, _p99 … or _mean, "
+            f"unknown figure {name!r}: a metric ({', '.join(METRICS)}) with _p50, _p99 …, _es99 or _mean, "
             f"or one of {', '.join(RATES + COUNTS)}"
         )
 

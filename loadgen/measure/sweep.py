@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from scipy.special import stdtrit
 
-from loadgen.measure.paired import FLOOR_TAIL, floor_of
+from loadgen.measure.estimator import FLOOR_TAIL, floor_of
 from loadgen.measure.record import Records
 from loadgen.measure.stats import Summary
 from servers.slo.bounds import Bound

@@ -7,7 +7,7 @@ import math
 import plotly.graph_objects as go
 
 from loadgen.compare import Comparison, Row, split_metric
-from loadgen.measure.paired import rises
+from loadgen.measure.estimator import rises
 from loadgen.measure.stats import DEFINITIONS, Summary
 from loadgen.output.comparison import comparison_values
 from loadgen.output.page import render_page

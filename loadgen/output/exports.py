@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from loadgen.compare import Comparison, Row, split_metric
-from loadgen.measure.paired import rises
+from loadgen.measure.estimator import rises
 from loadgen.measure.record import Records
 from loadgen.measure.run_validity import VERDICT_WORDS
 from loadgen.measure.stats import METRICS, RATES, Summary, frame

@@ -224,9 +224,35 @@ def test_an_empty_run_has_no_figures_and_no_crash(metric: str) -> None:
     assert summary.value("throughput") == 0
 
 
-def test_p999() -> None:
-    assert Summary._split("ttft_p999") == ("ttft", 0.999)
-    assert Summary._split("inter_chunk_p5") == ("inter_chunk", 0.05)
+def test_names_of_statistics() -> None:
+    assert Summary._split("ttft_p999") == ("ttft", "p", 0.999)
+    assert Summary._split("inter_chunk_p5") == ("inter_chunk", "p", 0.05)
+    assert Summary._split("itl_es99") == ("itl", "es", 0.99)
+
+
+def test_the_shortfall_is_the_mean_of_the_slowest_share() -> None:
+    samples = Distribution.of([1.0] * 90 + [2.0] * 6 + [5.0] * 4)
+    assert samples.shortfall(0.95) == pytest.approx((4 * 5 + 1 * 2) / 5)
+    assert samples.shortfall(0.99) == 5.0
+    weighted = Distribution.of([1.0, 3.0], [99.5, 0.5])
+    assert weighted.shortfall(0.99) == pytest.approx((0.5 * 3 + 0.5 * 1) / 1)
+    assert weighted.rank(0.99) == 1.0, "the percentile does not see what fewer than 1 % of the gaps are"
+    assert Distribution.of([1.0] * 300 + [math.inf]).shortfall(0.99) == math.inf
+    assert math.isnan(Distribution.of([]).shortfall(0.99))
+
+
+def test_the_interval_of_a_shortfall_holds_the_truth() -> None:
+    """Requests differ in how many of their gaps stall; the truth is that of ten thousand of them."""
+    rng = np.random.default_rng(3)
+
+    def run(requests: int) -> Distribution:
+        stalled = rng.random((requests, 40)) < rng.gamma(1.0, 0.03, (requests, 1))
+        gaps = np.where(stalled, rng.lognormal(-1.5, 0.3, stalled.shape), 0.01)
+        return Distribution.of(gaps.ravel(), groups=np.repeat(np.arange(requests), 40))
+
+    truth = run(10_000).shortfall(0.99)
+    ends = [run(60).shortfall_interval(0.99) for _ in range(200)]
+    assert 180 <= sum(low <= truth <= high for low, high in ends) <= 199
 
 
 def test_a_bound_on_what_a_request_has_not() -> None:
