@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 INTERRUPTED, READER_GONE = 130, 128 + signal.SIGPIPE
 
@@ -34,8 +35,9 @@ app = typer.Typer(
     help="Find the flags that meet your SLO, prove it, and diagnose a live LLM server.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # Rich would take [words in brackets] for markup, and cut long option names
     add_completion=False,
+    context_settings={"max_content_width": 100},
 )
 
 
@@ -82,6 +84,30 @@ tuner.cli.mount(app)
 doctor.cli.mount(app)
 loadgen.cli.mount(app)
 engine.cli.mount(app)
+
+
+def _keep_examples(app: typer.Typer) -> None:
+    """Every example in a help text stays on a line of its own, so that it can be copied."""
+    infos: list[Any] = [*app.registered_commands]
+    if app.registered_callback and not isinstance(app.info.help, str):
+        infos.append(app.registered_callback)
+    for info in infos:
+        text = info.help if isinstance(info.help, str) else info.callback.__doc__ or ""
+        info.help = "\n\n".join(map(_unwrapped, inspect.cleandoc(text).split("\n\n")))
+    for group in app.registered_groups:
+        if group.typer_instance:
+            _keep_examples(group.typer_instance)
+
+
+def _unwrapped(paragraph: str) -> str:
+    """Click leaves a paragraph alone that begins with ``\\b``."""
+    if not paragraph.startswith(("  ", "Example: ")):
+        return paragraph
+    indent = " " * (len(paragraph) - len(paragraph.lstrip()))
+    return f"\b\n{indent}{' '.join(paragraph.split())}"
+
+
+_keep_examples(app)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from doctor.diagnosis.finding import Diagnosis
     from doctor.metrics.sources import Source
 
-doctor_app = typer.Typer(invoke_without_command=True, no_args_is_help=True, rich_markup_mode="rich")
+doctor_app = typer.Typer(invoke_without_command=True, no_args_is_help=True)
 doctor_app.add_typer(export_app, name="export")
 doctor_app.command("diff")(diff_command)
 doctor_app.command("verify")(verify_command)
@@ -118,13 +118,14 @@ def doctor(
 
     Every finding comes with its figures and their queries. What cannot be judged is named, with the reason.
 
-    [bold]Examples[/bold]
+    Examples:
 
-    vtune doctor --metrics http://127.0.0.1:8000 --flags "vllm serve my-model --max-num-seqs 64"
+      vtune doctor --metrics http://127.0.0.1:8000 --flags "vllm serve my-model --max-num-seqs 64"
 
-    vtune doctor --prometheus http://prometheus:9090 --selector 'job="vllm"' --window 10m --slo "itl_p99<50ms"
+      vtune doctor --prometheus http://prometheus:9090 --selector 'job="vllm"' --window 10m
+      --slo "itl_p99<50ms"
 
-    vtune doctor --series incident.prom.gz --log server.log --format json --fail-on warning
+      vtune doctor --series incident.prom.gz --log server.log --format json --fail-on warning
     """
     if context.invoked_subcommand is not None:
         return

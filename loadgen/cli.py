@@ -56,9 +56,7 @@ _FILES = {
 }
 """Written to a run's folder, beside its records and the page."""
 
-bench = typer.Typer(
-    help="Load a server and measure what it does.", no_args_is_help=True, rich_markup_mode="rich"
-)
+bench = typer.Typer(help="Load a server and measure what it does.", no_args_is_help=True)
 
 
 def mount(app: typer.Typer) -> None:
