@@ -16,9 +16,9 @@ import pytest
 import typer
 import yaml
 from live_prometheus import PROMTOOL, load_recording, needs_prometheus, prometheus
+from playbook_cases import CASES
 from recordings import needs_recordings, scrapes
 from synthetic_server import Server
-from test_playbooks import CASES
 from typer.testing import CliRunner, Result
 
 from doctor.cli import mount

@@ -185,7 +185,7 @@ def test_replayed_prompts_share_what_the_trace_shared_and_nothing_else(tmp_path:
     assert second == first[:1024]
     assert third[:512] == first[:512]
     assert third[512:] != first[512:600]
-    assert len({plan.warmup[0].prompt_token_ids[0], first[0]}) == 2  # type: ignore[index]
+    assert len({plan.warmup[0].prompt_token_ids[0], first[0]}) == 2
     assert [r.intended for r in plan.requests] == [0.0, 3.0, 3.0]
     other = mooncake(tmp_path).schedule(seed=3, max_model_len=2048, vocab_size=32000)
     assert other.requests[0].prompt_token_ids != first

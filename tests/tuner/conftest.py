@@ -1,5 +1,9 @@
 """Fixtures of the tuner's tests. The helper modules beside this file are importable from every wing."""
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import optuna
 import pytest
 from notebook import Notebook
@@ -13,11 +17,11 @@ from tuner.workers.storage import open_study
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path: Path) -> Callable[..., Any]:
     """Optimizers of one study, one after the other."""
     storage = optuna.storages.InMemoryStorage()
 
-    def build(target, notebook=None, **job):
+    def build(target: Any, notebook: Any = None, **job: Any) -> Optimizer:
         options = {"flags": {}, "rate": 1.0, "budget": None, "trials": 10, "run_seconds": 60.0, **job}
         bench = Bench(target, notebook or Notebook(), Interrupts(), tmp_path)
         job = Job(**options)

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,7 @@ from servers.slo.bounds import LATENCIES, STATISTICS, UNITS, Bound, SloError, fo
 from servers.slo.objective import PRESETS, Objective, parse_slo
 
 
-def test_the_example_of_the_documentation():
+def test_the_example_of_the_documentation() -> None:
     slo = parse_slo("itl_p99<50ms, ttft_p95{class=short} < 0.3s,throughput>100")
     assert slo.objective == Objective("goodput", "maximize")
     assert [(b.metric, b.cls, b.op, pytest.approx(b.limit)) for b in slo.bounds] == [
@@ -45,7 +46,7 @@ def test_the_example_of_the_documentation():
         ("itl_p99=50ms", 7, "expected < or >"),
     ],
 )
-def test_errors_name_the_position(text, position, fragment):
+def test_errors_name_the_position(text: str, position: int, fragment: str) -> None:
     with pytest.raises(SloError, match=fragment) as caught:
         parse_slo(text)
     assert caught.value.position == position
@@ -62,7 +63,9 @@ def test_errors_name_the_position(text, position, fragment):
     unit=st.sampled_from(sorted(UNITS)),
     blank=st.sampled_from(["", " ", "  "]),
 )
-def test_every_written_bound_is_read_back(family, statistic, cls, number, unit, blank):
+def test_every_written_bound_is_read_back(
+    family: str, statistic: str, cls, number: int, unit: str, blank: str
+) -> None:
     braces = "" if cls is None else f"{{{blank}class={cls}{blank}}}"
     slo = parse_slo(f"{blank}{family}_{statistic}{braces}{blank}<{blank}{number:.6f}{blank}{unit}{blank}")
     bound = slo.bounds[0]
@@ -71,7 +74,7 @@ def test_every_written_bound_is_read_back(family, statistic, cls, number, unit, 
 
 
 @given(st.text(max_size=30))
-def test_no_text_does_anything_but_parse_or_raise_an_slo_error(text):
+def test_no_text_does_anything_but_parse_or_raise_an_slo_error(text: str) -> None:
     position = 0
     try:
         parse_slo(text)
@@ -80,7 +83,7 @@ def test_no_text_does_anything_but_parse_or_raise_an_slo_error(text):
     assert 0 <= position <= len(text)
 
 
-def test_itl_preset_is_relative_to_the_baseline():
+def test_itl_preset_is_relative_to_the_baseline() -> None:
     measured = {"throughput": 100.0, "ttft_p95": 2.0, "max_stall_mean": 0.5}
     bounds = PRESETS["itl"].resolve(lambda metric, cls: measured[metric])
     assert {b.metric: (b.op, pytest.approx(b.limit)) for b in bounds} == {
@@ -94,38 +97,40 @@ def test_itl_preset_is_relative_to_the_baseline():
     assert not PRESETS["itl"].saturated
 
 
-def test_ttft_preset_is_the_mirror_image():
+def test_ttft_preset_is_the_mirror_image() -> None:
     assert PRESETS["ttft"].objective == Objective("ttft_p95", "minimize")
     bounds = PRESETS["ttft"].resolve(lambda metric, cls: 1.0)
     assert {b.metric for b in bounds} == {"failed", "backlog", "throughput", "itl_p99"}
 
 
-def test_throughput_preset_saturates():
+def test_throughput_preset_saturates() -> None:
     slo = PRESETS["throughput"]
     assert slo.saturated
     assert slo.objective == Objective("throughput", "maximize")
     assert [b.metric for b in slo.bounds] == ["failed"]
 
 
-def test_bounds_relative_to_a_baseline_that_could_not_be_measured_are_dropped():
+def test_bounds_relative_to_a_baseline_that_could_not_be_measured_are_dropped() -> None:
     assert {b.metric for b in PRESETS["itl"].resolve(lambda metric, cls: math.nan)} == {"failed", "backlog"}
 
 
 @given(st.floats(0.001, 1e3), st.floats(0.0001, 1e4), st.sampled_from(["<=", ">="]))
-def test_violation_has_the_sign_of_the_comparison_and_stays_below_one(limit, value, op):
+def test_violation_has_the_sign_of_the_comparison_and_stays_below_one(
+    limit: float, value: Any, op: str
+) -> None:
     violation = Bound("itl_p99", op, limit).violation(value)
     holds = value <= limit if op == "<=" else value >= limit
     assert (violation <= 0) == holds
     assert violation < 1
 
 
-def test_violation_of_a_zero_bound_counts_and_of_a_missing_value_is_certain():
+def test_violation_of_a_zero_bound_counts_and_of_a_missing_value_is_certain() -> None:
     assert Bound("failed", "<=", 0).violation(0) == 0
     assert Bound("failed", "<=", 0).violation(3) == 3
     assert Bound("itl_p99", "<=", 0.05).violation(math.nan) == 1
 
 
-def test_a_missing_value_is_never_better():
+def test_a_missing_value_is_never_better() -> None:
     objective = Objective("itl_p99", "minimize")
     assert objective.better(1.0, math.nan)
     assert not objective.better(math.nan, 1.0)
@@ -144,18 +149,18 @@ def test_a_missing_value_is_never_better():
         ("itl_p99", math.nan, "n/a"),
     ],
 )
-def test_format_value(metric, value, text):
+def test_format_value(metric: str, value: Any, text: str) -> None:
     assert format_value(metric, value) == text
 
 
-def test_goodput_is_compared_by_the_latency_that_is_bounded():
+def test_goodput_is_compared_by_the_latency_that_is_bounded() -> None:
     assert parse_slo("ttft_p95{class=short}<300ms,itl_p99<50ms").compared.name == "ttft_p95{class=short}"
     assert parse_slo("throughput>10").compared.name == "goodput"
     assert parse_slo("itl").compared.name == "itl_p99"
     assert parse_slo("throughput").compared.name == "throughput"
 
 
-def test_stall_preset_minimises_what_the_itl_preset_only_bounds():
+def test_stall_preset_minimises_what_the_itl_preset_only_bounds() -> None:
     slo = PRESETS["stall"]
     assert slo.objective == Objective("max_stall_mean", "minimize")
     bounds = slo.resolve(lambda metric, cls: 1.0)

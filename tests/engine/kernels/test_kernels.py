@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from kernel_batches import both, make_batch
 
 from engine.kernels import make_kernels, native, native_library
-from engine.kernels.base import AttentionShape, Batch, Kernels
+from engine.kernels.base import AttentionShape
 from engine.kernels.cpu import TorchKernels
 from engine.kernels.native import NativeKernels, NativeUnavailable
 from engine.kernels.native_library import load_library
-from engine.models.model import rope_tables
-from engine.models.rope import RopeConfig
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2}
 SHAPES = {  # heads, KV heads, head_dim, block size
@@ -34,32 +33,6 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
     return request.param  # type: ignore[no-any-return]
-
-
-def both(shape: AttentionShape, dtype: torch.dtype) -> tuple[Kernels, Kernels]:
-    cos, sin = rope_tables(RopeConfig(theta=100.0), shape.head_dim, 512)
-    return TorchKernels(shape, dtype, cos, sin), NativeKernels(shape, dtype, cos, sin)
-
-
-def offsets(counts: Sequence[int]) -> np.ndarray:
-    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-
-
-def make_batch(tables: list[list[int]], starts: list[int], counts: list[int], block_size: int) -> Batch:
-    positions = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    slots = [
-        table[position // block_size] * block_size + position % block_size
-        for table, places in zip(tables, positions, strict=True)
-        for position in places
-    ]
-    return Batch(
-        positions=np.array([position for places in positions for position in places], dtype=np.int32),
-        slots=np.array(slots, dtype=np.int32),
-        query_start=offsets(counts),
-        context_lens=np.array([a + b for a, b in zip(starts, counts, strict=True)], dtype=np.int32),
-        tables=np.array([block for table in tables for block in table], dtype=np.int32),
-        table_start=offsets([len(table) for table in tables]),
-    )
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -175,7 +148,7 @@ def test_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def fresh_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def fresh_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """``load_library`` without what it found before, in an empty cache."""
     monkeypatch.setenv("VTUNE_CACHE", str(tmp_path))
     if not {"avx512f", "avx512bw"} <= set(native_library.cpu_features()):
@@ -183,13 +156,15 @@ def fresh_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     return load_library.__wrapped__
 
 
-def test_without_a_compiler_it_says_so(fresh_load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_it_says_so(fresh_load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(NativeUnavailable, match="no C\\+\\+ compiler"):
         fresh_load()
 
 
-def test_a_compiler_that_fails_is_quoted(fresh_load, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_quoted(
+    fresh_load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\necho 'native.cpp:1: error: no luck' >&2\nexit 1\n")
     compiler.chmod(0o755)

@@ -22,7 +22,7 @@ STORED_AGAIN_AND_AGAIN = """
 import sys
 import torch
 from engine.kernels.base import AttentionShape
-from test_kernels import both, make_batch
+from kernel_batches import both, make_batch
 
 shape = AttentionShape(4, 2, 64, 16, 0.125)
 _, kernels = both(shape, getattr(torch, sys.argv[1]))
@@ -47,7 +47,7 @@ def with_two_threads(*command: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "2",
-        "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path]),
+        "PYTHONPATH": os.pathsep.join(sys.path),
     }
     return subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, env=environment, timeout=240

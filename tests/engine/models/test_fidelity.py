@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from reference_model import Reference
@@ -84,17 +85,17 @@ def make_llm(**flags: object) -> LLM:
     return LLM("bundled", **{"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, **flags})
 
 
-def test_batched(check, warm) -> None:
+def test_batched(check: Any, warm: Any) -> None:
     _, completions = warm
     check(completions)
 
 
-def test_alone(check) -> None:
+def test_alone(check: Any) -> None:
     llm = make_llm(enable_prefix_caching=False)
     check([llm.generate([prompt], HALF)[0] for prompt in PROMPTS[1::2]], HALF)
 
 
-def test_chunked_at_16_tokens(check) -> None:
+def test_chunked_at_16_tokens(check: Any) -> None:
     sizes = []
 
     def observe(plan: StepPlan, output: StepOutput) -> None:
@@ -105,7 +106,7 @@ def test_chunked_at_16_tokens(check) -> None:
     assert max(sizes) == 16
 
 
-def test_after_a_prefix_hit(check, warm) -> None:
+def test_after_a_prefix_hit(check: Any, warm: Any) -> None:
     llm, _ = warm
     completions = llm.generate(PROMPTS, HALF)
     check(completions, HALF)
@@ -113,14 +114,14 @@ def test_after_a_prefix_hit(check, warm) -> None:
         assert done.num_cached_tokens == (len(done.prompt_token_ids) - 1) // 16 * 16
 
 
-def test_after_preemption(check) -> None:
+def test_after_preemption(check: Any) -> None:
     llm = make_llm(num_gpu_blocks_override=60)
     completions = llm.generate(PROMPTS, GREEDY)
     check(completions)
     assert sum(done.num_preemptions for done in completions) >= 5
 
 
-def test_with_ngram_speculation(check) -> None:
+def test_with_ngram_speculation(check: Any) -> None:
     accepted = []
 
     def observe(plan: StepPlan, output: StepOutput) -> None:
@@ -131,6 +132,6 @@ def test_with_ngram_speculation(check) -> None:
     assert sum(accepted) > 50
 
 
-def test_torch_kernels(check, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_kernels(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VTUNE_NATIVE", "0")
     check(make_llm().generate(PROMPTS[::4], HALF), HALF)

@@ -14,7 +14,7 @@ FLAGS = {
 PORTABLE = {name: value for name, value in FLAGS.items() if name != "device_memory"}
 
 
-def test_every_form_carries_the_same_flags():
+def test_every_form_carries_the_same_flags() -> None:
     commands = launch("measured", "bundled", FLAGS)
     assert commands.target == "measured"
     assert parse_command(commands.bundled).flags == FLAGS
@@ -24,13 +24,13 @@ def test_every_form_carries_the_same_flags():
     assert parse_command(shlex.join(container["args"])).flags == PORTABLE
 
 
-def test_the_bundled_model_has_a_name_that_vllm_knows():
+def test_the_bundled_model_has_a_name_that_vllm_knows() -> None:
     commands = launch("measured", "bundled", {})
     assert parse_command(commands.bundled).model == "bundled"
     assert parse_command(commands.vllm).model == "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def test_words_are_quoted():
+def test_words_are_quoted() -> None:
     commands = launch("measured", "my model; rm -rf /", {})
     assert parse_command(commands.vllm).model == "my model; rm -rf /"
     assert "my model; rm -rf /" in yaml.safe_load(commands.kubernetes)["args"]

@@ -3,6 +3,8 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -10,13 +12,13 @@ from typer.testing import CliRunner
 from vtune_cli import app
 
 
-def invoke(*arguments):
+def invoke(*arguments: Any) -> Any:
 
     return CliRunner().invoke(app, ["optimize", *arguments])
 
 
 @pytest.fixture(autouse=True)
-def back(monkeypatch, tmp_path):
+def back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -65,7 +67,7 @@ def back(monkeypatch, tmp_path):
         (["--out", "/proc/nowhere"], "--out /proc/nowhere"),
     ],
 )
-def test_errors_say_what_to_do_and_exit_2(tmp_path, arguments, fragment):
+def test_errors_say_what_to_do_and_exit_2(tmp_path: Path, arguments: list[str], fragment: str) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert fragment in " ".join(result.output.split())
@@ -73,7 +75,7 @@ def test_errors_say_what_to_do_and_exit_2(tmp_path, arguments, fragment):
     assert result.exception is None or isinstance(result.exception, SystemExit)
 
 
-def test_a_typing_error_leaves_nothing_behind(tmp_path):
+def test_a_typing_error_leaves_nothing_behind(tmp_path: Path) -> None:
     invoke("--slo", "itl_p99<50")
     assert list(tmp_path.iterdir()) == []
 
@@ -88,20 +90,20 @@ def test_a_typing_error_leaves_nothing_behind(tmp_path):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_study_that_is_not_found_is_not_begun_as_another(tmp_path, where, place):
+def test_a_study_that_is_not_found_is_not_begun_as_another(tmp_path: Path, where: Any, place: str) -> None:
     result = invoke("--study", "lost", *where)
     assert result.exit_code == 2
     assert f"no such study in {place}" in result.stderr
     assert {entry.name for entry in tmp_path.iterdir()} <= {"shared.db"}
 
 
-def test_a_program_that_is_not_there(tmp_path):
+def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     result = invoke("--target", "no-such-server {flags}", "--rate", "1", "--out", "out")
     assert result.exit_code == 2
     assert "there is no program 'no-such-server'" in result.output
 
 
-def test_help_has_examples_and_every_option_is_explained():
+def test_help_has_examples_and_every_option_is_explained() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from vtune_cli import app;"
         "print(CliRunner().invoke(app, ['optimize', '--help']).output);"

@@ -1,4 +1,5 @@
 import io
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -8,7 +9,7 @@ from tuner.output.display import LiveObserver, PlainObserver, make_observer
 from tuner.runs.result import TrialResult
 
 
-def tell_a_story(observer):
+def tell_a_story(observer: Any) -> Any:
     result = TrialResult(3, {}, "sampler", "failed", "out_of_memory")
     with observer:
         observer.phase("search")
@@ -22,7 +23,7 @@ def tell_a_story(observer):
         return observer
 
 
-def test_without_a_terminal_there_is_a_line_an_event():
+def test_without_a_terminal_there_is_a_line_an_event() -> None:
     out = io.StringIO()
     observer = tell_a_story(make_observer(Console(file=out), "title"))
     assert isinstance(observer, PlainObserver)
@@ -38,7 +39,7 @@ def test_without_a_terminal_there_is_a_line_an_event():
     assert "\x1b" not in out.getvalue()
 
 
-def test_on_a_terminal_there_is_a_panel():
+def test_on_a_terminal_there_is_a_panel() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     observer = make_observer(console, "vtune optimize: s")
     assert isinstance(observer, LiveObserver)
@@ -59,13 +60,13 @@ def test_on_a_terminal_there_is_a_panel():
         assert expected in shown.getvalue()
 
 
-def test_a_terminal_that_cannot_be_drawn_on_gets_lines():
+def test_a_terminal_that_cannot_be_drawn_on_gets_lines() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=120, _environ={"TERM": "dumb"})
     assert isinstance(make_observer(console, "vtune optimize: s"), PlainObserver)
 
 
 @pytest.mark.parametrize("total", [None, 600.0])
-def test_a_panel_before_anything_has_happened(total):
+def test_a_panel_before_anything_has_happened(total: float | None) -> None:
     observer = LiveObserver(Console(file=io.StringIO()), "t")
     observer.budget(0.0, total)
     shown = io.StringIO()

@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -27,13 +30,13 @@ from tuner.study.trial import Bench
 from tuner.workers.storage import open_study
 
 
-def oom_below_80(config):
+def oom_below_80(config: Any) -> None:
     """One of the starting points is below."""
     if config["max_num_batched_tokens"] < 80:
         does_not_start(config)
 
 
-def study(tmp_path, **job):
+def study(tmp_path: Path, **job: Any) -> Any:
     options = {
         "strategy": "tpe",
         "rate": 1.0,
@@ -52,43 +55,43 @@ def study(tmp_path, **job):
 
 
 @pytest.fixture(scope="module")
-def facts(tmp_path_factory):
+def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return study(tmp_path_factory.mktemp("report"), slo="itl", trials=20)
 
 
 @pytest.fixture(scope="module")
-def texts(facts):
+def texts(facts: Any) -> dict[str, Any]:
     return {path.suffix: path.read_text() for path in write_report(facts)}
 
 
 class Links(HTMLParser):
     """Collects every attribute that makes a browser fetch or follow something."""
 
-    def __init__(self, text):
+    def __init__(self, text: str) -> None:
         super().__init__()
         self.found, self.tags = [], []
         self.feed(text)
 
-    def handle_starttag(self, tag, attributes):
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
         self.tags.append(tag)
         self.found += [value for name, value in attributes if name in ("src", "href", "data", "srcset")]
 
 
-def test_html_loads_nothing(texts):
+def test_html_loads_nothing(texts: Sequence[str]) -> None:
     page = Links(texts[".html"])
     assert page.found == ["data:,"], "an icon of no bytes, so that no browser asks for one"
     styles = re.findall(r"<style>.*?</style>", texts[".html"], re.DOTALL)
     assert not any("url(" in style or "@import" in style for style in styles)
 
 
-def test_what_was_rehearsed_stands_beside_the_plan(facts, texts, tmp_path):
+def test_what_was_rehearsed_stands_beside_the_plan(facts: Any, texts: Sequence[str], tmp_path: Path) -> None:
     said = "rehearsed in simulation on fresh requests; sure to hold: trial 3; refused: trial 7"
     for path in write_report(dataclasses.replace(facts, rehearsed=said, out=tmp_path)):
         assert said in path.read_text()
         assert said not in texts[path.suffix]
 
 
-def test_which_flag_mattered_names_its_source(facts, tmp_path):
+def test_which_flag_mattered_names_its_source(facts: Any, tmp_path: Path) -> None:
     predictions = {
         config_key({**facts.outcome.best.config, "max_num_batched_tokens": tokens}): {
             "itl_p99": 1e-4 * tokens
@@ -103,7 +106,9 @@ def test_which_flag_mattered_names_its_source(facts, tmp_path):
     )
 
 
-def test_without_a_knob_that_was_varied_alone_all_trials_say_which_flag_mattered(facts, tmp_path):
+def test_without_a_knob_that_was_varied_alone_all_trials_say_which_flag_mattered(
+    facts: Any, tmp_path: Path
+) -> None:
     alone = dataclasses.replace(
         facts, results=facts.results[:1], ped_anova={"max_num_seqs": 1.0}, out=tmp_path
     )
@@ -112,12 +117,12 @@ def test_without_a_knob_that_was_varied_alone_all_trials_say_which_flag_mattered
     assert "## Which flag mattered (PED-ANOVA over all trials)" in (tmp_path / "report.md").read_text()
 
 
-def test_html_holds_plotly_and_every_figure(texts, facts):
+def test_html_holds_plotly_and_every_figure(texts: Sequence[str], facts: Any) -> None:
     assert "Plotly.newPlot" in texts[".html"]
     assert texts[".html"].count('class="plotly-graph-div"') == len(figures(facts))
 
 
-def test_figures_show_what_was_promised(facts):
+def test_figures_show_what_was_promised(facts: Any) -> None:
     titles = [figure.layout.title.text for figure in figures(facts)]
     assert titles[:4] == [
         "ITL: distribution",
@@ -131,7 +136,7 @@ def test_figures_show_what_was_promised(facts):
     assert max(before.x) > max(after.x)
 
 
-def test_every_figure_of_a_measurement_has_its_interval(facts):
+def test_every_figure_of_a_measurement_has_its_interval(facts: Any) -> None:
     """Bars are as long as the interval; where there is none they have no length."""
     spread = Measurement(
         {"itl_p99": Reading(0.1, 100, 0.08, 0.15), "throughput": Reading(50.0, 100)}, window=20.0
@@ -151,7 +156,7 @@ def test_every_figure_of_a_measurement_has_its_interval(facts):
     assert line.error_y.arrayminus == pytest.approx((20.0,))
 
 
-def test_best_so_far_never_gets_worse(facts):
+def test_best_so_far_never_gets_worse(facts: Any) -> None:
     history = plots.history(facts.results, facts.slo)
     line = next(trace for trace in history.data if trace.name == "best so far")
     known = [value for value in line.y if value == value]
@@ -161,7 +166,7 @@ def test_best_so_far_never_gets_worse(facts):
     )
 
 
-def test_a_knobs_curve_holds_the_trials_that_differ_in_it_alone(facts):
+def test_a_knobs_curve_holds_the_trials_that_differ_in_it_alone(facts: Any) -> None:
     best = facts.outcome.best
     for curve in facts.curves:
         for point in curve.through:
@@ -178,7 +183,7 @@ def test_a_knobs_curve_holds_the_trials_that_differ_in_it_alone(facts):
         assert [point.place for point in curve.through] == sorted(point.place for point in curve.through)
 
 
-def test_predictions_are_drawn_apart_from_measurements(facts):
+def test_predictions_are_drawn_apart_from_measurements(facts: Any) -> None:
     best = facts.outcome.best
     axis = facts.space.axes[0]
     expected = {
@@ -197,7 +202,7 @@ def test_predictions_are_drawn_apart_from_measurements(facts):
     assert plots.expectations(nothing, {}, facts.slo) is None
 
 
-def test_the_cost_adds_up(facts):
+def test_the_cost_adds_up(facts: Any) -> None:
     assert sum(item.seconds for item in facts.cost) >= facts.seconds * 0.99
     assert sum(item.share for item in facts.cost) == pytest.approx(1.0)
     starts = next(item for item in facts.cost if item.purpose == "starting servers")
@@ -205,7 +210,7 @@ def test_the_cost_adds_up(facts):
     assert starts.seconds == pytest.approx(2.0 * len(served))
 
 
-def test_cost_by_purpose():
+def test_cost_by_purpose() -> None:
     result = TrialResult(
         1, {}, "o", "measured", seconds={"start": 4.0, "load": 20.0, "warm-up": 1.0, "total": 26.0}
     )
@@ -220,7 +225,7 @@ def test_cost_by_purpose():
     assert cost([], {}, 0.0) == []
 
 
-def test_what_was_not_tried_and_why(facts):
+def test_what_was_not_tried_and_why(facts: Any) -> None:
     found = facts.coverage
     knobs = {knob.name: knob for knob in found.knobs}
     budget = knobs["max_num_batched_tokens"]
@@ -232,7 +237,7 @@ def test_what_was_not_tried_and_why(facts):
     assert found.configs == facts.space.size
 
 
-def test_what_nobody_was_ever_short_of_is_said_to_do_nothing(facts, tmp_path):
+def test_what_nobody_was_ever_short_of_is_said_to_do_nothing(facts: Any, tmp_path: Path) -> None:
     roomy = {"peak_kv_usage": 0.1, "preemptions": 0, "prefix_hits": 0, "peak_running": 7}
     told = [dataclasses.replace(r, **roomy) for r in facts.results]
     without = dataclasses.replace(facts, results=told, out=tmp_path)
@@ -247,7 +252,7 @@ def test_what_nobody_was_ever_short_of_is_said_to_do_nothing(facts, tmp_path):
     assert not any(knob.idle for knob in dataclasses.replace(without, results=full).coverage.knobs)
 
 
-def test_what_lies_beyond_a_crash_is_said_to_be_forbidden(facts):
+def test_what_lies_beyond_a_crash_is_said_to_be_forbidden(facts: Any) -> None:
     failed = dataclasses.replace(
         facts.results[0], number=99, status="failed", reason="did not start: out_of_memory: no room",
         config=facts.space.snap({"max_num_batched_tokens": 1024}), measurement=None,
@@ -266,14 +271,14 @@ def test_what_lies_beyond_a_crash_is_said_to_be_forbidden(facts):
     assert found.refused == {"max_num_seqs: must be at most max_num_batched_tokens": 2, "a: too small": 2}
 
 
-def test_the_front_is_in_the_report_with_its_knee(facts, texts):
+def test_the_front_is_in_the_report_with_its_knee(facts: Any, texts: Sequence[str]) -> None:
     data = json.loads(texts[".json"])["pareto"]
     assert data["trials"] == [r.number for r in facts.front.trials]
     assert data["knee"] in data["trials"]
     assert f"| {data['knee']} (knee) |" in texts[".md"]
 
 
-def test_findings_of_each_trial_are_shown(facts, tmp_path):
+def test_findings_of_each_trial_are_shown(facts: Any, tmp_path: Path) -> None:
     finding = TrialFinding("kv-pressure", "warning", "The pool is full", {"kv_max": 0.99})
     cause = TrialFinding("seq-cap", "info", "Few", {}, suppressed_by="kv-pressure")
     told = dataclasses.replace(facts.results[0], findings=(finding, cause))
@@ -286,7 +291,7 @@ def test_findings_of_each_trial_are_shown(facts, tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".html", ".md"])
-def test_text_reports_say_everything(texts, facts, suffix):
+def test_text_reports_say_everything(texts: Sequence[str], facts: Any, suffix: str) -> None:
     text = (
         texts[suffix].replace("&#34;", '"').replace("-&gt;", "->").replace("&lt;", "<").replace("&#39;", "'")
     )
@@ -310,8 +315,8 @@ def test_text_reports_say_everything(texts, facts, suffix):
         assert expected.replace("&gt;", ">") in text, expected
 
 
-def test_json_is_whole_and_strict(texts, facts):
-    def fail(name):
+def test_json_is_whole_and_strict(texts: Sequence[str], facts: Any) -> None:
+    def fail(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
 
     data = json.loads(texts[".json"], parse_constant=fail)
@@ -328,7 +333,7 @@ def test_json_is_whole_and_strict(texts, facts):
     assert pools[2048] < pools[min(pools)], "a larger budget leaves a smaller pool"
 
 
-def test_markdown_table_rows_have_as_many_cells_as_the_head(texts):
+def test_markdown_table_rows_have_as_many_cells_as_the_head(texts: Sequence[str]) -> None:
     tables = re.findall(r"(?:^\|.*\n)+", texts[".md"], re.MULTILINE)
     assert len(tables) >= 8
     for table in tables:
@@ -336,7 +341,7 @@ def test_markdown_table_rows_have_as_many_cells_as_the_head(texts):
         assert len(widths) == 1, table
 
 
-def test_report_of_nothing_better(tmp_path):
+def test_report_of_nothing_better(tmp_path: Path) -> None:
     facts = study(tmp_path, fix=("all",), vary={"gpu_memory_utilization": (0.9,)}, trials=3)
     paths = write_report(facts)
     text = paths[1].read_text()
@@ -345,7 +350,7 @@ def test_report_of_nothing_better(tmp_path):
     assert "Roll back" not in text
 
 
-def test_speculation_in_the_result_comes_with_a_caveat(facts):
+def test_speculation_in_the_result_comes_with_a_caveat(facts: Any) -> None:
     config = {
         **facts.outcome.best.config,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
@@ -355,7 +360,7 @@ def test_speculation_in_the_result_comes_with_a_caveat(facts):
     assert any("n-gram drafts" in caveat for caveat in changed.caveats)
 
 
-def test_text_from_a_server_is_escaped(facts, tmp_path):
+def test_text_from_a_server_is_escaped(facts: Any, tmp_path: Path) -> None:
     evil = dataclasses.replace(facts.results[0], log_tail="<script>alert(1)</script>")
     changed = dataclasses.replace(facts, results=[evil, *facts.results], out=tmp_path)
     page = next(p for p in write_report(changed) if p.suffix == ".html").read_text()
@@ -363,7 +368,7 @@ def test_text_from_a_server_is_escaped(facts, tmp_path):
     assert "&lt;script&gt;alert(1)" in page
 
 
-def test_a_flag_that_is_off_is_said_to_be(facts, tmp_path):
+def test_a_flag_that_is_off_is_said_to_be(facts: Any, tmp_path: Path) -> None:
     fixed = build_space(facts.space.baseline, 8192, fix=("speculative_config",))
     paths = write_report(dataclasses.replace(facts, space=fixed, out=tmp_path))
     assert ["speculative_config off" in path.read_text() for path in paths] == [False, True, True]

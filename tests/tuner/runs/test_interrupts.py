@@ -2,13 +2,14 @@ import signal
 import sys
 import time
 import weakref
+from typing import Any
 
 import pytest
 
 from tuner.runs.interrupts import Interrupts
 
 
-def interrupted_load(*numbers, error=None):
+def interrupted_load(*numbers: Any, error: Any = None) -> Any:
     """A load that gets signals; returns what happened to it."""
     happened = []
     try:
@@ -24,33 +25,33 @@ def interrupted_load(*numbers, error=None):
     return happened
 
 
-def test_outside_a_load_it_interrupts_at_once():
+def test_outside_a_load_it_interrupts_at_once() -> None:
     with pytest.raises(KeyboardInterrupt), Interrupts():
         signal.raise_signal(signal.SIGINT)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_during_a_load_the_load_is_stopped_and_comes_to_its_end(number):
+def test_during_a_load_the_load_is_stopped_and_comes_to_its_end(number: Any) -> None:
     assert interrupted_load(number) == ["stopped", "ended", "KeyboardInterrupt"]
 
 
-def test_a_second_one_does_not_wait_for_the_load():
+def test_a_second_one_does_not_wait_for_the_load() -> None:
     assert interrupted_load(signal.SIGINT, signal.SIGINT) == ["stopped", "AtOnce"]
 
 
-def test_an_error_of_the_load_does_not_hide_the_interrupt():
+def test_an_error_of_the_load_does_not_hide_the_interrupt() -> None:
     assert interrupted_load(signal.SIGINT, error=ValueError()) == ["stopped", "KeyboardInterrupt"]
 
 
-def test_without_a_signal_nothing_happens():
+def test_without_a_signal_nothing_happens() -> None:
     assert interrupted_load() == ["ended"]
 
 
-def test_one_that_comes_where_nothing_can_be_raised_is_not_lost(capsys):
+def test_one_that_comes_where_nothing_can_be_raised_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
     class Thing:
         pass
 
-    def work():
+    def work() -> None:
         thing = Thing()
         watch = weakref.ref(thing, lambda reference: signal.raise_signal(signal.SIGINT))
         del thing
@@ -62,9 +63,9 @@ def test_one_that_comes_where_nothing_can_be_raised_is_not_lost(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_what_else_nobody_can_see_is_told_as_ever(monkeypatch):
+def test_what_else_nobody_can_see_is_told_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     class Thing:
-        def __del__(self):
+        def __del__(self) -> None:
             raise ValueError("of a finalizer")
 
     told = []
@@ -74,7 +75,7 @@ def test_what_else_nobody_can_see_is_told_as_ever(monkeypatch):
     assert [str(lost.exc_value) for lost in told] == ["of a finalizer"]
 
 
-def test_handlers_are_put_back():
+def test_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGINT), sys.unraisablehook
     with Interrupts():
         assert signal.getsignal(signal.SIGINT) != before[0]

@@ -1,4 +1,5 @@
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -8,11 +9,11 @@ from tuner.runs.load import DECK, Load, capacity_schedule, lone_schedule, span
 MIXED = preset("mixed", max_model_len=8192)
 
 
-def load(**kwargs):
+def load(**kwargs: Any) -> Load:
     return Load(MIXED, seed=3, seconds=20.0, **kwargs)
 
 
-def test_an_open_run_is_whole_decks_of_requests():
+def test_an_open_run_is_whole_decks_of_requests() -> None:
     slow = load(rate=0.5)
     short, rest = slow.rungs()
     assert len(short.requests) + len(rest.requests) == DECK
@@ -22,7 +23,7 @@ def test_an_open_run_is_whole_decks_of_requests():
     assert len(load(rate=5.0).confirmation(1).requests) == 100
 
 
-def test_the_rungs_are_one_schedule_cut_in_two():
+def test_the_rungs_are_one_schedule_cut_in_two() -> None:
     short, rest = load(rate=2.0).rungs()
     assert rest.requests[0].intended == 0.0
     assert rest.warmup == ()
@@ -33,7 +34,7 @@ def test_the_rungs_are_one_schedule_cut_in_two():
         assert part.sha256 == schedule_hash(part.requests, part.mode, part.concurrency, part.duration)
 
 
-def test_trials_share_their_requests_and_confirmations_have_others():
+def test_trials_share_their_requests_and_confirmations_have_others() -> None:
     assert load(rate=2.0).rungs() == load(rate=2.0).rungs()
     seeds = load(rate=2.0).confirmation_seeds(4)
     hashes = {load(rate=2.0).confirmation(seed).sha256 for seed in seeds}
@@ -41,19 +42,19 @@ def test_trials_share_their_requests_and_confirmations_have_others():
     assert len(hashes) == 4 + 2
 
 
-def test_another_seed_is_another_load():
+def test_another_seed_is_another_load() -> None:
     other = Load(MIXED, seed=4, seconds=20.0, rate=2.0)
     assert not {s.sha256 for s in other.rungs()} & {s.sha256 for s in load(rate=2.0).rungs()}
 
 
-def test_a_closed_loop_runs_for_its_time():
+def test_a_closed_loop_runs_for_its_time() -> None:
     short, rest = load(concurrency=4).rungs()
     assert (short.mode, short.concurrency) == ("closed", 4)
     assert span(short) + span(rest) == pytest.approx(20.0)
     assert "closed loop" in load(concurrency=4).description
 
 
-def test_probes():
+def test_probes() -> None:
     burst = capacity_schedule(MIXED, 0, 40, 16)
     assert (len(burst.requests), burst.mode, burst.concurrency) == (40, "closed", 16)
     lone = lone_schedule(32000, 1024, 16, 0)

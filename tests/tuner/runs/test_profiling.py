@@ -1,6 +1,7 @@
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from analytic_target import AnalyticServer, AnalyticTarget
@@ -15,29 +16,29 @@ from tuner.study.observer import Observer
 MIXED = preset("mixed", max_model_len=8192)
 
 
-def server(**target):
+def server(**target: AnalyticTarget) -> AnalyticServer:
     return AnalyticServer(
         AnalyticTarget(**target), {"max_num_batched_tokens": 2048, "long_prefill_token_threshold": 0}
     )
 
 
-def run(opened, schedule):
+def run(opened: Any, schedule: Any) -> Any:
     return opened.run(schedule)
 
 
-def test_loops_grow_until_one_is_long_enough():
+def test_loops_grow_until_one_is_long_enough() -> None:
     found = find_capacity(server(), MIXED, 0, seconds=45.0, run=run, max_seqs=64)
     assert [count for count, _, _ in found] == [FIRST_BURST, 2 * FIRST_BURST]
     assert [concurrency for _, concurrency, _ in found] == [FIRST_BURST, 64]
     assert all(rate == pytest.approx(2.0, rel=0.5) for _, _, rate in found), "it serves a request every 0.5 s"
 
 
-def test_a_server_that_fails_everything_has_no_capacity():
+def test_a_server_that_fails_everything_has_no_capacity() -> None:
     ((_, _, rate),) = find_capacity(server(failing=lambda c: True), MIXED, 0, 30.0, run, 64)
     assert math.isnan(rate)
 
 
-def test_what_a_lone_request_takes():
+def test_what_a_lone_request_takes() -> None:
     alone = time_alone(server(), 8192, 0, run)
     assert alone.prefill_speed == pytest.approx(1024 / (0.025 + 0.0006 * 2000))
     assert (alone.itl, alone.steady) == (pytest.approx(0.03), True)
@@ -54,15 +55,17 @@ def test_what_a_lone_request_takes():
         ((1.7, 1.4, 1.2, 3.0, 1.0, 1.9, 1.6, 2.0), 4, 1.0, False),
     ],
 )
-def test_lone_requests_are_timed_until_two_agree(slowed, pairs, speed, steady):
+def test_lone_requests_are_timed_until_two_agree(
+    slowed: tuple[float, ...], pairs: int, speed: float, steady: bool
+) -> None:
     alone, factors, schedules = server(), iter(slowed), []
 
-    def slow(record):
+    def slow(record: Any) -> Any:
         factor = next(factors)
         at = tuple(record.intended + int(factor * (chunk - record.intended)) for chunk in record.chunk_at)
         return replace(record, chunk_at=at)
 
-    def disturbed(opened, schedule):
+    def disturbed(opened: Any, schedule: Any) -> Any:
         schedules.append(schedule.sha256)
         records = opened.run(schedule)
         return replace(records, requests=tuple(map(slow, records.requests)))
@@ -74,7 +77,7 @@ def test_lone_requests_are_timed_until_two_agree(slowed, pairs, speed, steady):
     assert len(set(schedules)) == pairs, "the same prompts would be in the prefix cache"
 
 
-def test_a_survey_survives_the_storage():
+def test_a_survey_survives_the_storage() -> None:
     survey = Survey(8192, math.nan, 1000.0, ((40, 40, 1.25),), rate=0.875)
     again = Survey.from_json(survey.to_json())
     assert math.isnan(again.start_seconds)
@@ -82,7 +85,7 @@ def test_a_survey_survives_the_storage():
     assert again.rate == survey.rate
 
 
-def test_a_survey_says_what_it_found():
+def test_a_survey_says_what_it_found() -> None:
     open_loop = Survey(8192, 1.0, 1000.0, ((40, 40, 1.25),), rate=0.875)
     assert open_loop.describe() == (
         "capacity 1.25 req/s (40 requests in a closed loop of 40); offered: 0.88 req/s (70%)"
@@ -96,7 +99,7 @@ def test_a_survey_says_what_it_found():
     [(1000.0, 2000), (50_000.0, 6000), (math.nan, 6000)],
     ids=["slow", "fast", "unknown"],
 )
-def test_prompts_are_scaled_to_the_context_and_to_a_slow_device(speed, longest):
+def test_prompts_are_scaled_to_the_context_and_to_a_slow_device(speed: Any, longest: int) -> None:
     scaled = preset("mixed", max_model_len=8192, scale=fitting_scale("mixed", 8192, speed))
     assert max(cls.prompt.high for cls in scaled.classes) == pytest.approx(longest, rel=0.01)
 
@@ -114,7 +117,7 @@ def test_prompts_are_scaled_to_the_context_and_to_a_slow_device(speed, longest):
     ],
     ids=["quick", "slow", "short of time", "some time", "minutes", "as asked", "simulated"],
 )
-def test_a_run_is_as_long_as_a_start(start, job, seconds):
+def test_a_run_is_as_long_as_a_start(start: float, job: dict[str, Any], seconds: float) -> None:
     served = server()
     served.start_seconds = start
     bench = SimpleNamespace(run=run, observer=Observer())

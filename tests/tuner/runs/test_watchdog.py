@@ -3,11 +3,11 @@ import threading
 from tuner.runs.watchdog import Patience
 
 
-def wait(event):
+def wait(event: threading.Event) -> None:
     assert event.wait(60), "the timer never ran out"
 
 
-def test_an_answer_renews_patience():
+def test_an_answer_renews_patience() -> None:
     stop = threading.Event()
     with Patience(3600, stop, renewed=True) as patience:
         first = patience._timer
@@ -20,7 +20,7 @@ def test_an_answer_renews_patience():
     assert not stop.is_set()
 
 
-def test_patience_ends_with_the_last_answer():
+def test_patience_ends_with_the_last_answer() -> None:
     stop = threading.Event()
     with Patience(0.05, stop, renewed=True) as patience:
         patience.answered(1)
@@ -28,7 +28,7 @@ def test_patience_ends_with_the_last_answer():
     assert patience.exhausted
 
 
-def test_a_load_of_so_many_seconds_is_not_excused():
+def test_a_load_of_so_many_seconds_is_not_excused() -> None:
     stop = threading.Event()
     with Patience(0.05, stop, renewed=False) as patience:
         first = patience._timer
@@ -38,7 +38,7 @@ def test_a_load_of_so_many_seconds_is_not_excused():
     assert patience.exhausted
 
 
-def test_a_load_that_ends_in_time_is_not_stopped():
+def test_a_load_that_ends_in_time_is_not_stopped() -> None:
     stop = threading.Event()
     with Patience(3600, stop, renewed=True) as patience:
         patience.answered(3)

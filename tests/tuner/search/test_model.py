@@ -1,10 +1,11 @@
 """The search's own strategy: when it ends, and what it leaves for the confirmation."""
 
 import random
+from typing import Any
 
 import pytest
+from analytic_study import BOUNDS, SLO, drive, make, result
 from analytic_target import measure
-from test_strategy import BOUNDS, SLO, drive, make, result
 
 from tuner.runs.result import BASELINE, Measurement, Reading, TrialResult
 from tuner.search.model import IN_A_ROW, PROMISE, ModelStrategy
@@ -15,7 +16,7 @@ DEFAULTS = effective({}, "bundled")
 SPACE = build_space(DEFAULTS, 8192)
 
 
-def test_it_ends_where_nothing_is_to_be_gained_and_has_found_the_best_by_then():
+def test_it_ends_where_nothing_is_to_be_gained_and_has_found_the_best_by_then() -> None:
     study = make(ModelStrategy(1))
     told = drive(study, 60)
     assert study.propose() is None
@@ -28,7 +29,7 @@ def test_it_ends_where_nothing_is_to_be_gained_and_has_found_the_best_by_then():
     assert best < 1.05 * min(m.value("itl_p99") for m in held)
 
 
-def test_a_search_in_which_only_idle_changes_are_left_says_so():
+def test_a_search_in_which_only_idle_changes_are_left_says_so() -> None:
     space = build_space(DEFAULTS, 8192, fix=("all",), vary={"gpu_memory_utilization": None})
     readings = {"itl_p99": Reading(0.1, 100)}
     seen = {"peak_kv_usage": 0.1, "preemptions": 0, "prefix_hits": 0, "peak_running": 8}
@@ -42,7 +43,7 @@ def test_a_search_in_which_only_idle_changes_are_left_says_so():
     )
 
 
-def after(*gains):
+def after(*gains: Any) -> History:
     """A history whose proposals promised these gains; None: not one of the model's."""
     told = [
         TrialResult(k, DEFAULTS, "test", "stopped", expected={} if gain is None else {GAIN: gain})
@@ -61,11 +62,11 @@ def after(*gains):
         ([PROMISE / 2, None, PROMISE / 2, None], PROMISE / 2, True),
     ],
 )
-def test_one_proposal_that_promises_little_is_not_the_end(gains, now, over):
+def test_one_proposal_that_promises_little_is_not_the_end(gains: Any, now: Any, over: bool) -> None:
     assert ModelStrategy()._over(after(*gains), now) == over
 
 
-def test_it_does_not_end_while_nothing_holds_the_slo():
+def test_it_does_not_end_while_nothing_holds_the_slo() -> None:
     study = make(ModelStrategy(1))
     study.bounds = ()
     for _ in range(8):
@@ -80,7 +81,7 @@ def test_it_does_not_end_while_nothing_holds_the_slo():
 BUDGETS = (1200, 1400, 1600, 1800, 2048)
 
 
-def told(number, tokens):
+def told(number: int, tokens: int) -> TrialResult:
     """Small budgets have the better ITL, and cost TTFT: 1200 tokens hold the bound of 1.2x by 2 %."""
     values = {"itl_p99": tokens / 2048, "ttft_p95": (2048 / tokens) ** 0.3, "throughput": 75.0}
     measured = Measurement({name: Reading(value, 1000) for name, value in values.items()}, 20.0)
@@ -89,7 +90,7 @@ def told(number, tokens):
     return TrialResult(number, config, origin, "measured", measurement=measured, short=measured)
 
 
-def test_what_is_safer_than_a_refused_config_is_expected_to_hold_the_bounds_by_more():
+def test_what_is_safer_than_a_refused_config_is_expected_to_hold_the_bounds_by_more() -> None:
     space = build_space(DEFAULTS, 8192, fix=["all"], vary={"max_num_batched_tokens": BUDGETS})
     results = tuple(told(k, tokens) for k, tokens in enumerate(reversed(BUDGETS)))
     history = History(space, SLO.objective, results, relative=SLO.relative)
@@ -98,7 +99,7 @@ def test_what_is_safer_than_a_refused_config_is_expected_to_hold_the_bounds_by_m
     assert ModelStrategy().safer(history, results[0]) == []
 
 
-def test_a_change_that_seems_to_do_nothing_is_left_out():
+def test_a_change_that_seems_to_do_nothing_is_left_out() -> None:
     """The formula knows neither memory nor drafts."""
     study = make(ModelStrategy(1))
     needed, idle = (

@@ -1,10 +1,11 @@
 """Several workers: what is proposed while others still measure."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from test_strategy import drive, make, result
+from analytic_study import drive, make, result
 
 from tuner.search.gp import Points, fit
 from tuner.search.model import ModelStrategy
@@ -12,13 +13,13 @@ from tuner.search.pool import encode
 from tuner.search.strategy import StaircaseStrategy
 
 
-def distance(study, config, suggestion):
+def distance(study: Any, config: Any, suggestion: Any) -> float:
     """In the unit cube of the space."""
     a, b = encode(study.space, [config, study.space.config(suggestion.params)])
     return float(np.linalg.norm(a - b))
 
 
-def test_two_proposals_in_a_row_are_not_neighbours_of_the_same_favourite():
+def test_two_proposals_in_a_row_are_not_neighbours_of_the_same_favourite() -> None:
     alone, apart, study = [], [], make(ModelStrategy(1))
     for more in (5, 0, 1):  # after 5, 6 and 8 trials
         drive(study, more)
@@ -32,7 +33,7 @@ def test_two_proposals_in_a_row_are_not_neighbours_of_the_same_favourite():
     assert min(apart) > 0.5
 
 
-def test_what_one_worker_alone_proposes_is_what_it_was():
+def test_what_one_worker_alone_proposes_is_what_it_was() -> None:
     study = make(ModelStrategy(1))
     drive(study, 5)
     history = study.history
@@ -41,7 +42,7 @@ def test_what_one_worker_alone_proposes_is_what_it_was():
 
 
 @pytest.mark.parametrize("predicted", [False, True])
-def test_what_is_believed_moves_no_mean_and_shrinks_deviations(predicted):
+def test_what_is_believed_moves_no_mean_and_shrinks_deviations(predicted: bool) -> None:
     rng = np.random.default_rng(1)
     x, new, at = rng.random((12, 3)), rng.random((2, 3)), rng.random((50, 3))
     phi = (lambda x: x[:, 0]) if predicted else (lambda x: None)
@@ -54,7 +55,7 @@ def test_what_is_believed_moves_no_mean_and_shrinks_deviations(predicted):
     assert (there[1] < 0.75 * there[0]).all()
 
 
-def test_believing_twice_is_believing_both():
+def test_believing_twice_is_believing_both() -> None:
     rng = np.random.default_rng(2)
     x, new, at = rng.random((8, 2)), rng.random((2, 2)), Points(rng.random((9, 2)))
     process = fit(Points(x), x.sum(1))
@@ -63,7 +64,7 @@ def test_believing_twice_is_believing_both():
     assert twice(at)[1] == pytest.approx(once(at)[1], abs=1e-6)
 
 
-def test_a_step_of_the_staircase_that_another_worker_is_on_is_left_to_it():
+def test_a_step_of_the_staircase_that_another_worker_is_on_is_left_to_it() -> None:
     study = make(StaircaseStrategy())
     drive(study, 1)
     first, second = study.propose(), study.propose()

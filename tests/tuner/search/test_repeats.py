@@ -1,14 +1,16 @@
 """Repeats where it is close: what is joined, what is asked again, and what a study makes of it."""
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import optuna
 import pytest
+from analytic_study import SLO, drive, result
+from analytic_study import make as make_study
 from analytic_target import AnalyticTarget, stall
-from test_strategy import SLO, drive, result
-from test_strategy import make as make_study
 
 from servers.slo.objective import Objective
 from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResult
@@ -26,7 +28,17 @@ OWN = effective({}, "bundled")
 SPACE = build_space(OWN, 8192)
 
 
-def told(number, tokens, itl, *, ttft=1.0, draw=0, spread=0.0, violation=-0.2, status="measured"):
+def told(
+    number: int,
+    tokens: int,
+    itl: float,
+    *,
+    ttft: float = 1.0,
+    draw: int = 0,
+    spread: float = 0.0,
+    violation: float = -0.2,
+    status: str = "measured",
+) -> TrialResult:
     readings = {
         "itl_p99": Reading(itl, 100, itl * (1 - spread), itl * (1 + spread)),
         "ttft_p95": Reading(ttft, 100),
@@ -41,16 +53,16 @@ def told(number, tokens, itl, *, ttft=1.0, draw=0, spread=0.0, violation=-0.2, s
     return TrialResult(number, config, origin, status, **parts)
 
 
-def history(*results):
+def history(*results: Sequence[TrialResult]) -> History:
     return History(SPACE, SLO.objective, results, bounds=SLO.bounds, relative=SLO.relative)
 
 
-def test_without_repeats_results_are_what_they_were():
+def test_without_repeats_results_are_what_they_were() -> None:
     results = (told(0, 2048, 0.3), told(1, 512, 0.2))
     assert joined(results) == results
 
 
-def test_a_repeat_counts_as_if_it_had_the_draw_that_all_share():
+def test_a_repeat_counts_as_if_it_had_the_draw_that_all_share() -> None:
     """The second draw is harder by half: the baseline says so."""
     own, first = told(0, 2048, 0.30), told(1, 512, 0.20, violation=0.1)
     again, second = told(2, 2048, 0.45, draw=1), told(3, 512, 0.27, draw=1, violation=-0.2)
@@ -63,12 +75,12 @@ def test_a_repeat_counts_as_if_it_had_the_draw_that_all_share():
     assert not first.feasible
 
 
-def test_a_repeat_whose_baseline_has_no_repeat_does_not_count():
+def test_a_repeat_whose_baseline_has_no_repeat_does_not_count() -> None:
     own, first = told(0, 2048, 0.3), told(1, 512, 0.2)
     assert joined((own, first, told(2, 512, 0.25, draw=1))) == (own, first)
 
 
-def test_two_measurements_together_have_the_smaller_interval():
+def test_two_measurements_together_have_the_smaller_interval() -> None:
     own = told(0, 2048, 0.3), told(3, 2048, 0.3, draw=1)
     results = *own, told(1, 512, 0.2, spread=0.3), told(2, 512, 0.2, spread=0.3, draw=1)
     reading = joined(results)[1].reading(SLO.objective)
@@ -77,7 +89,7 @@ def test_two_measurements_together_have_the_smaller_interval():
 
 
 @pytest.mark.parametrize("ends", [(math.nan, math.nan), (0.0, math.inf)], ids=["no interval", "an open one"])
-def test_two_measurements_without_an_interval_have_none_together(ends):
+def test_two_measurements_without_an_interval_have_none_together(ends: Any) -> None:
     """Or a rate, which has none, would be as low as 0 for all that is known, and the worst of all."""
     tokens = {2048: 80.0, 512: 85.0}
     results = [told(k, n, 0.2, draw=k // 2) for k, n in enumerate([*tokens, *tokens])]
@@ -101,7 +113,7 @@ def test_two_measurements_without_an_interval_have_none_together(ends):
         ("itl_p99", (0.2, math.nan), 0.2),
     ],
 )
-def test_of_what_has_no_mean_the_worse_counts(name, values, together):
+def test_of_what_has_no_mean_the_worse_counts(name: str, values: Any, together: Any) -> None:
     runs = [told(k, 2048, 0.3, draw=k) for k in range(2)]
     for draw, value in enumerate(values):
         runs.append(told(2 + draw, 512, 0.2, draw=draw))
@@ -110,7 +122,7 @@ def test_of_what_has_no_mean_the_worse_counts(name, values, together):
     assert joined(runs)[1].measurement.value(name) == pytest.approx(together)
 
 
-def test_a_count_that_one_of_the_runs_misses_is_missed():
+def test_a_count_that_one_of_the_runs_misses_is_missed() -> None:
     first, second = told(1, 512, 0.2), told(2, 512, 0.2, draw=1)
     second = replace(second, violations={**second.violations, "failed": 3.0})
     assert (
@@ -118,7 +130,7 @@ def test_a_count_that_one_of_the_runs_misses_is_missed():
     )
 
 
-def test_a_bound_that_a_repeats_baseline_could_not_set_counts_where_it_was_set():
+def test_a_bound_that_a_repeats_baseline_could_not_set_counts_where_it_was_set() -> None:
     second = told(2, 512, 0.2, draw=1)
     second = replace(second, violations={SERVES: 0.0, "failed": 0.0})
     own = told(0, 2048, 0.3), told(3, 2048, 0.3, draw=1)
@@ -127,7 +139,7 @@ def test_a_bound_that_a_repeats_baseline_could_not_set_counts_where_it_was_set()
 
 
 @pytest.mark.parametrize("draws", [(0,), (0, 1)], ids=["measured", "and repeated"])
-def test_an_interrupted_trial_does_not_stand_for_what_its_config_measured(draws):
+def test_an_interrupted_trial_does_not_stand_for_what_its_config_measured(draws: tuple[int, ...]) -> None:
     """Ctrl-C, the study is resumed, and the config turns out to be close."""
     own = [told(k, 2048, 0.3, draw=k) for k in range(2)]
     interrupted = TrialResult(2, told(2, 512, 0.2).config, "test", "interrupted", "KeyboardInterrupt")
@@ -136,7 +148,7 @@ def test_an_interrupted_trial_does_not_stand_for_what_its_config_measured(draws)
     assert (config.number, config.status, config.value(SLO.objective)) == (3, "measured", pytest.approx(0.2))
 
 
-def test_what_failed_or_was_stopped_is_not_joined_with_a_measurement():
+def test_what_failed_or_was_stopped_is_not_joined_with_a_measurement() -> None:
     stopped = told(2, 512, 0.9, draw=1, status="stopped")
     assert joined((told(0, 2048, 0.3), told(1, 512, 0.2), stopped))[1].value(SLO.objective) == 0.2
 
@@ -153,13 +165,13 @@ def test_what_failed_or_was_stopped_is_not_joined_with_a_measurement():
     ],
     ids=["clear", "tied", "near its bound", "just beyond its bound", "far beyond", "nothing else"],
 )
-def test_what_was_measured_says_what_is_close(others, close):
+def test_what_was_measured_says_what_is_close(others: Any, close: Any) -> None:
     results = [told(k, tokens, itl, violation=v) for k, (tokens, itl, v) in enumerate(others, start=1)]
     found = TpeStrategy().close(history(told(0, 2048, 0.3), *results))
     assert [r.config["max_num_batched_tokens"] for r in found] == close
 
 
-def test_the_model_asks_again_what_may_hold_its_bounds_and_would_be_the_best():
+def test_the_model_asks_again_what_may_hold_its_bounds_and_would_be_the_best() -> None:
     """1536 tokens surely hold the bound of 1.2x; 512 are expected to hold it by nothing."""
     ttft = {512: 1.14, 768: 1.10, 1024: 1.05, 1536: 1.02}
     near = [told(k, n, 0.04 + n / 10_000, ttft=slow) for k, (n, slow) in enumerate(ttft.items(), start=1)]
@@ -171,12 +183,12 @@ def test_the_model_asks_again_what_may_hold_its_bounds_and_would_be_the_best():
     assert 512 in found
 
 
-def test_the_model_has_nothing_to_ask_where_one_is_best_by_far():
+def test_the_model_has_nothing_to_ask_where_one_is_best_by_far() -> None:
     results = history(told(0, 2048, 0.3), told(1, 512, 0.1, ttft=0.9), told(2, 256, 0.25, ttft=0.9))
     assert ModelStrategy().close(results) == []
 
 
-def test_beliefs_take_a_harder_draw_out_of_a_repeat():
+def test_beliefs_take_a_harder_draw_out_of_a_repeat() -> None:
     """All that differs between the draws is that the second is harder by a quarter."""
     shared = [told(0, 2048, 0.30), told(1, 1024, 0.20), told(2, 512, 0.15), told(3, 256, 0.12)]
     again = [told(k + 4, r.config["max_num_batched_tokens"], 1.25 * r.value(SLO.objective), draw=1)
@@ -186,14 +198,14 @@ def test_beliefs_take_a_harder_draw_out_of_a_repeat():
     assert after == pytest.approx(before, abs=0.03)
 
 
-def test_a_repeat_is_not_counted_as_another_config():
+def test_a_repeat_is_not_counted_as_another_config() -> None:
     results = (told(0, 2048, 0.3), told(1, 512, 0.4), told(2, 2048, 0.3, draw=1), told(3, 512, 0.4, draw=1))
     results += (told(4, 1024, 0.4),)
     found = without_confirmation(results, results[0], SPACE, SLO, "over")
     assert "none of 2 other configs" in found.sentence
 
 
-def test_a_repeat_is_no_duplicate_and_the_same_one_is_queued_once():
+def test_a_repeat_is_no_duplicate_and_the_same_one_is_queued_once() -> None:
     study = make_study(ModelStrategy(1))
     drive(study, 3)
     config = study.results[1].config
@@ -209,7 +221,7 @@ def test_a_repeat_is_no_duplicate_and_the_same_one_is_queued_once():
     assert [config_key(r.config) for r in study.strategy.rank(study.history)].count(config_key(config)) <= 1
 
 
-def test_what_a_knob_does_is_not_read_off_a_repeat():
+def test_what_a_knob_does_is_not_read_off_a_repeat() -> None:
     both = {"max_num_batched_tokens": None, "gpu_memory_utilization": None}
     study = make_study(TpeStrategy(1), fix=["all"], vary=both)
     drive(study, 14)
@@ -223,7 +235,7 @@ def test_what_a_knob_does_is_not_read_off_a_repeat():
     assert study.importances() == before
 
 
-def test_a_repeat_that_was_interrupted_is_tried_again_under_its_own_draw():
+def test_a_repeat_that_was_interrupted_is_tried_again_under_its_own_draw() -> None:
     study = make_study(ModelStrategy(1))
     drive(study, 3)
     study.enqueue(study.results[1].config, "repeat 2", draw=2)
@@ -232,7 +244,7 @@ def test_a_repeat_that_was_interrupted_is_tried_again_under_its_own_draw():
     assert (proposal.config, proposal.draw) == (study.results[1].config, 2)
 
 
-def test_a_repeat_whose_process_died_is_tried_again_under_its_own_draw():
+def test_a_repeat_whose_process_died_is_tried_again_under_its_own_draw() -> None:
     storage = optuna.storages.InMemoryStorage()
     study = make_study(ModelStrategy(1), storage)
     drive(study, 3)
@@ -242,7 +254,7 @@ def test_a_repeat_whose_process_died_is_tried_again_under_its_own_draw():
     assert study.propose().draw == 2
 
 
-def test_a_repeat_of_the_baseline_that_kills_the_tuner_twice_is_given_up():
+def test_a_repeat_of_the_baseline_that_kills_the_tuner_twice_is_given_up() -> None:
     storage = optuna.storages.InMemoryStorage()
     study = make_study(ModelStrategy(1), storage)
     drive(study, 1)
@@ -256,7 +268,7 @@ def test_a_repeat_of_the_baseline_that_kills_the_tuner_twice_is_given_up():
     assert study.baseline.status == "measured"
 
 
-def test_a_baseline_between_the_values_of_the_space_is_repeated_as_it_is():
+def test_a_baseline_between_the_values_of_the_space_is_repeated_as_it_is() -> None:
     study = make_study(ModelStrategy(1))
     drive(study, 1)
     odd = {**study.space.baseline, "max_num_batched_tokens": 2000}
@@ -265,7 +277,7 @@ def test_a_baseline_between_the_values_of_the_space_is_repeated_as_it_is():
     assert study.propose().config == odd
 
 
-def repeats_of(study):
+def repeats_of(study: Any) -> tuple[Any, Any]:
     """The baseline's and one config's under draw 1, as two workers measure them at the same time."""
     drive(study, 2)
     for told_before in study.results[:2]:
@@ -273,7 +285,7 @@ def repeats_of(study):
     return study.propose(), study.propose()
 
 
-def measured(proposal, ttft, violation):
+def measured(proposal: Any, ttft: float, violation: float) -> Any:
     """Of a repeat, as a worker tells it: whoever measures it holds it against absolute bounds alone."""
     found = result(proposal)
     readings = {**found.measurement.readings, "ttft_p95": Reading(ttft, 100)}
@@ -281,7 +293,7 @@ def measured(proposal, ttft, violation):
     return replace(found, draw=1, measurement=Measurement(readings, 20.0), violations=violations)
 
 
-def test_a_repeat_is_judged_once_its_baseline_is_measured_beside_it():
+def test_a_repeat_is_judged_once_its_baseline_is_measured_beside_it() -> None:
     study = make_study(ModelStrategy(1))
     own, config = repeats_of(study)
     study.tell(config, measured(config, ttft=3.0, violation=0.0))
@@ -296,7 +308,7 @@ def test_a_repeat_is_judged_once_its_baseline_is_measured_beside_it():
     assert [r.draw for r in study.history.results] == [0, 0, 1, 1]
 
 
-def test_a_repeat_whose_baseline_fails_is_not_judged_and_no_other_is_launched():
+def test_a_repeat_whose_baseline_fails_is_not_judged_and_no_other_is_launched() -> None:
     study = make_study(ModelStrategy(1))
     own, config = repeats_of(study)
     study.enqueue({**config.config, "max_num_seqs": 64}, "repeat 1", draw=1)
@@ -309,14 +321,14 @@ def test_a_repeat_whose_baseline_fails_is_not_judged_and_no_other_is_launched():
     assert not study.repeating
 
 
-def plateau(config, seed):
+def plateau(config: Any, seed: int) -> Any:
     """From 384 tokens down, ITL P99 differs by hazard alone: by up to a tenth."""
     tokens = config["max_num_batched_tokens"]
     hazard = 0.95 + 0.1 * ((seed * 2654435761 + tokens * 40503) % 1000) / 1000
     return hazard * stall({**config, "max_num_batched_tokens": max(384, tokens)}) / stall(config)
 
 
-def test_a_search_with_time_left_repeats_what_is_close_beside_the_baseline(make):
+def test_a_search_with_time_left_repeats_what_is_close_beside_the_baseline(make: Any) -> None:
     job = {"trials": 16, "strategy": "tpe", "fix": ("all",), "vary": {"max_num_batched_tokens": None}}
     optimizer = make(AnalyticTarget(itl_factor=plateau), **job)
     optimizer.run()
@@ -338,7 +350,9 @@ def test_a_search_with_time_left_repeats_what_is_close_beside_the_baseline(make)
 @pytest.mark.parametrize(
     ("budget", "repeated"), [(None, True), (2000.0, True), (700.0, False)], ids=["none", "ample", "short"]
 )
-def test_time_that_a_confirmation_can_use_is_not_spent_on_repeats(budget, repeated):
+def test_time_that_a_confirmation_can_use_is_not_spent_on_repeats(
+    budget: float | None, repeated: bool
+) -> None:
     study = make_study(TpeStrategy(1), fix=["all"], vary={"max_num_batched_tokens": (1024, 1536)})
     drive(study, 3)
     assert study.propose() is None
@@ -353,10 +367,10 @@ def test_time_that_a_confirmation_can_use_is_not_spent_on_repeats(budget, repeat
 class Companion(Crew):
     """Another worker: it was measuring when this one had no more to do, and then queues repeats."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.looked = 0
 
-    def settled(self, study):
+    def settled(self, study: Any) -> bool:
         self.looked += 1
         if self.looked == 1:
             best = next(r for r in study.results if study.space.changes(r.config))
@@ -368,7 +382,7 @@ class Companion(Crew):
         return True
 
 
-def test_a_worker_that_waited_for_another_takes_part_in_what_that_has_queued(make):
+def test_a_worker_that_waited_for_another_takes_part_in_what_that_has_queued(make: Any) -> None:
     optimizer = make(AnalyticTarget(), trials=3, fix=("all",), vary={"max_num_batched_tokens": (512,)})
     optimizer.crew = companion = Companion()
     optimizer.search()

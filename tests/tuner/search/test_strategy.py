@@ -2,54 +2,21 @@
 
 import optuna
 import pytest
-from analytic_target import measure
+from analytic_study import SLO, drive, make
 
-from servers.slo.objective import PRESETS
-from tuner.runs.result import BASELINE, SERVES, TrialResult
 from tuner.search.strategies import STRATEGIES
 from tuner.search.strategy import StaircaseStrategy
-from tuner.search.study import Study
-from tuner.space.space import build_space, effective
-from tuner.workers.storage import open_study
-
-SLO = PRESETS["itl"]
-DEFAULTS = effective({}, "bundled")
-BOUNDS = SLO.resolve(measure(DEFAULTS).value)
-
-
-def make(strategy, storage=None, **space):
-    record = open_study(storage or optuna.storages.InMemoryStorage(), "test", SLO.objective)
-    study = Study(record, build_space(DEFAULTS, 8192, **space), SLO.objective, 1, strategy)
-    study.bounds, study.relative = SLO.bounds, SLO.relative
-    study.enqueue(DEFAULTS, BASELINE)
-    return study
-
-
-def result(proposal):
-    measurement = measure(proposal.config)
-    violations = {SERVES: 0.0, **measurement.violations(BOUNDS)}
-    parts = {"measurement": measurement, "short": measurement, "violations": violations}
-    return TrialResult(proposal.number, proposal.config, proposal.origin, "measured", **parts)
-
-
-def drive(study, trials):
-    for _ in range(trials):
-        proposal = study.propose()
-        if proposal is None:
-            break
-        study.tell(proposal, result(proposal))
-    return study.history.launched
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_every_strategy_ends_a_space_that_is_tried_whole(name):
+def test_every_strategy_ends_a_space_that_is_tried_whole(name: str) -> None:
     study = make(STRATEGIES[name](1), fix=["all"], vary={"max_num_seqs": (64, 256)})
     assert len(drive(study, 100)) <= 3
     assert study.propose() is None
 
 
 @pytest.mark.parametrize("name", sorted(STRATEGIES))
-def test_every_strategy_goes_on_after_a_resume_as_if_it_had_not_stopped(name):
+def test_every_strategy_goes_on_after_a_resume_as_if_it_had_not_stopped(name: str) -> None:
     storage = optuna.storages.InMemoryStorage()
     first = make(STRATEGIES[name](1), storage)
     drive(first, 4)
@@ -57,7 +24,7 @@ def test_every_strategy_goes_on_after_a_resume_as_if_it_had_not_stopped(name):
     assert first.strategy.propose(first.history) == resumed.strategy.propose(resumed.history)
 
 
-def test_the_staircase_changes_one_flag_at_a_time_and_keeps_what_improves():
+def test_the_staircase_changes_one_flag_at_a_time_and_keeps_what_improves() -> None:
     study = make(StaircaseStrategy())
     told = drive(study, 100)
     assert study.propose() is None

@@ -1,4 +1,6 @@
 import math
+from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -16,16 +18,16 @@ DEFAULTS = effective({}, "bundled")
 
 
 @pytest.fixture
-def storage():
+def storage() -> Any:
     return optuna.storages.InMemoryStorage()
 
 
-def make(storage, baseline=DEFAULTS, **space):
+def make(storage: Any, baseline: Any = DEFAULTS, **space: Any) -> Study:
     study = open_study(storage, "test", SLO.objective)
     return Study(study, build_space(baseline, 8192, **space), SLO.objective, seed=1)
 
 
-def result(proposal, status="measured", bounds=None, **kwargs):
+def result(proposal: Any, status: str = "measured", bounds: Any = None, **kwargs: Any) -> TrialResult:
     measurement = measure(proposal.config)
     violations = measurement.violations(bounds or ())
     return TrialResult(
@@ -40,13 +42,13 @@ def result(proposal, status="measured", bounds=None, **kwargs):
     )
 
 
-def crash(proposal):
+def crash(proposal: Any) -> TrialResult:
     return TrialResult(
         proposal.number, proposal.config, proposal.origin, "failed", "exited", violations={SERVES: 1.0}
     )
 
 
-def drive(study, trials, tell=result, **kwargs):
+def drive(study: Study, trials: int, tell: Any = result, **kwargs: Any) -> Any:
     """Propose and tell up to ``trials`` times; returns how many were launched."""
     for launched in range(trials):
         proposal = study.propose()
@@ -56,7 +58,7 @@ def drive(study, trials, tell=result, **kwargs):
     return trials
 
 
-def test_the_baseline_is_proposed_first_and_exactly(storage):
+def test_the_baseline_is_proposed_first_and_exactly(storage: Any) -> None:
     odd = effective({"max_num_batched_tokens": 777, THRESHOLD: 1000}, "bundled")
     study = make(storage, odd)
     study.enqueue(odd, BASELINE)
@@ -67,7 +69,7 @@ def test_the_baseline_is_proposed_first_and_exactly(storage):
     assert study.baseline.config == odd
 
 
-def test_search_finds_a_better_feasible_config(storage):
+def test_search_finds_a_better_feasible_config(storage: Any) -> None:
     study = make(storage)
     study.enqueue(DEFAULTS, BASELINE)
     bounds = SLO.resolve(measure(DEFAULTS).value)
@@ -77,7 +79,7 @@ def test_search_finds_a_better_feasible_config(storage):
     assert all(v <= 0 for v in best.violations.values())
 
 
-def test_an_infeasible_config_is_never_best(storage):
+def test_an_infeasible_config_is_never_best(storage: Any) -> None:
     study = make(storage)
     impossible = {"floor": 1.0}
     for _ in range(10):
@@ -87,7 +89,7 @@ def test_an_infeasible_config_is_never_best(storage):
     assert study.best() is None
 
 
-def test_failures_are_told_as_pruned_with_a_violated_constraint_and_no_value(storage):
+def test_failures_are_told_as_pruned_with_a_violated_constraint_and_no_value(storage: Any) -> None:
     study = make(storage)
     drive(study, 5, tell=crash)
     crashed = [t for t in study.optuna.trials if RULE not in t.constraints]
@@ -98,10 +100,10 @@ def test_failures_are_told_as_pruned_with_a_violated_constraint_and_no_value(sto
         assert not trial.intermediate_values
 
 
-def test_the_sampler_leaves_a_region_that_crashes(storage):
+def test_the_sampler_leaves_a_region_that_crashes(storage: Any) -> None:
     study = make(storage)
 
-    def crashes(config):
+    def crashes(config: Any) -> bool:
         return config["max_num_batched_tokens"] < 512
 
     drive(study, 60, tell=lambda p: crash(p) if crashes(p.config) else result(p))
@@ -111,7 +113,7 @@ def test_the_sampler_leaves_a_region_that_crashes(storage):
     assert crashed < 0.7 * sum(everywhere) / len(everywhere), "though smaller budgets promise a better ITL"
 
 
-def test_a_trial_stopped_early_reports_its_own_value_and_is_not_best(storage):
+def test_a_trial_stopped_early_reports_its_own_value_and_is_not_best(storage: Any) -> None:
     study = make(storage)
     proposal = study.propose()
     study.tell(proposal, result(proposal, status="stopped"))
@@ -121,7 +123,7 @@ def test_a_trial_stopped_early_reports_its_own_value_and_is_not_best(storage):
     assert study.best() is None
 
 
-def test_a_small_space_is_tried_once_each_and_then_ends(storage):
+def test_a_small_space_is_tried_once_each_and_then_ends(storage: Any) -> None:
     study = make(storage, fix=["all"], vary={"max_num_seqs": (8, 16, 32), THRESHOLD: (0, 64)})
     launched = drive(study, 1000)
     assert launched == 4 * 2, "3 values and the baseline's, times 2"
@@ -130,7 +132,7 @@ def test_a_small_space_is_tried_once_each_and_then_ends(storage):
     assert len(set(keys)) == len(keys)
 
 
-def test_all_duplicates_ends_at_once(storage):
+def test_all_duplicates_ends_at_once(storage: Any) -> None:
     study = make(storage, fix=["all"], vary={"max_num_seqs": (128,)})
     study.enqueue(DEFAULTS, BASELINE)
     assert drive(study, 1000) == 1
@@ -139,7 +141,7 @@ def test_all_duplicates_ends_at_once(storage):
     assert all(r.measurement == study.baseline.measurement for r in duplicates)
 
 
-def test_a_space_that_rules_refuse_whole_ends_without_a_launch(storage):
+def test_a_space_that_rules_refuse_whole_ends_without_a_launch(storage: Any) -> None:
     study = make(storage, fix=["all"], vary={"max_num_batched_tokens": (16, 32)})
     study.enqueue(DEFAULTS, BASELINE)
     assert drive(study, 1000) == 1, "only the baseline"
@@ -149,13 +151,13 @@ def test_a_space_that_rules_refuse_whole_ends_without_a_launch(storage):
     assert {t.state for t in study.optuna.trials if RULE in t.constraints} == {TrialState.PRUNED}
 
 
-def test_a_duplicate_of_a_crash_is_not_launched_again(storage):
+def test_a_duplicate_of_a_crash_is_not_launched_again(storage: Any) -> None:
     study = make(storage, fix=["all"], vary={"max_num_seqs": (8, 16)})
     assert drive(study, 1000, tell=crash) == 3
     assert study.propose() is None
 
 
-def test_running_trials_of_a_dead_process_are_failed_and_tried_again(storage):
+def test_running_trials_of_a_dead_process_are_failed_and_tried_again(storage: Any) -> None:
     first = make(storage)
     lost = first.propose()
     resumed = make(storage)
@@ -166,7 +168,7 @@ def test_running_trials_of_a_dead_process_are_failed_and_tried_again(storage):
     assert storage.get_all_trials(0)[lost.number].state == TrialState.FAIL
 
 
-def test_a_config_that_kills_the_tuner_twice_is_not_tried_a_third_time(storage):
+def test_a_config_that_kills_the_tuner_twice_is_not_tried_a_third_time(storage: Any) -> None:
     lost = make(storage).propose()
     second = make(storage)
     second.recover()
@@ -179,7 +181,7 @@ def test_a_config_that_kills_the_tuner_twice_is_not_tried_a_third_time(storage):
     assert "died twice" in killer.reason
 
 
-def test_an_interrupted_proposal_comes_first_after_the_resume(storage):
+def test_an_interrupted_proposal_comes_first_after_the_resume(storage: Any) -> None:
     study = make(storage)
     proposal = study.propose()
     study.interrupt(proposal, "Ctrl-C")
@@ -188,7 +190,7 @@ def test_an_interrupted_proposal_comes_first_after_the_resume(storage):
     assert resumed.propose().config == proposal.config
 
 
-def test_a_baseline_that_died_is_the_baseline_again(storage):
+def test_a_baseline_that_died_is_the_baseline_again(storage: Any) -> None:
     study = make(storage)
     study.enqueue(DEFAULTS, BASELINE)
     study.propose()
@@ -199,7 +201,7 @@ def test_a_baseline_that_died_is_the_baseline_again(storage):
     assert resumed.baseline is not None
 
 
-def test_a_tie_goes_to_the_config_that_changes_fewer_flags(storage):
+def test_a_tie_goes_to_the_config_that_changes_fewer_flags(storage: Any) -> None:
     study = make(storage)
     two = {"max_num_batched_tokens": 128, "max_num_seqs": 32}
     one = {"max_num_batched_tokens": 128}
@@ -212,7 +214,7 @@ def test_a_tie_goes_to_the_config_that_changes_fewer_flags(storage):
     assert study.space.changes(study.best().config) == {"max_num_batched_tokens": (2048, 128)}
 
 
-def test_a_value_that_is_small_by_luck_is_not_chosen(storage):
+def test_a_value_that_is_small_by_luck_is_not_chosen(storage: Any) -> None:
     """Its interval reaches up to the stalls that happened not to fall into the run."""
     study = make(storage)
     intervals = {2048: Reading(0.03, 1000, 0.02, math.inf), 128: Reading(0.1, 1000, 0.09, 0.12)}
@@ -225,7 +227,7 @@ def test_a_value_that_is_small_by_luck_is_not_chosen(storage):
     assert study.best().config["max_num_batched_tokens"] == 128
 
 
-def test_results_survive_the_storage(tmp_path):
+def test_results_survive_the_storage(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'study.db'}"
     storage = open_storage(url)
     study = make(storage)
@@ -239,23 +241,23 @@ def test_results_survive_the_storage(tmp_path):
     again.engine.dispose()
 
 
-def test_importances_name_the_knob_that_matters(storage):
+def test_importances_name_the_knob_that_matters(storage: Any) -> None:
     study = make(storage, fix=["all"], vary={"max_num_batched_tokens": None, "gpu_memory_utilization": None})
     drive(study, 30)
     importances = study.importances()
     assert max(importances, key=importances.get) == "max_num_batched_tokens"
 
 
-def test_importances_of_too_few_trials_are_empty(storage):
+def test_importances_of_too_few_trials_are_empty(storage: Any) -> None:
     assert make(storage).importances() == {}
 
 
 @pytest.mark.parametrize("url", ["nonsense", "sqlite:////nowhere/at/all.db", "mysql://x/y"])
-def test_a_storage_that_cannot_be_opened(url):
+def test_a_storage_that_cannot_be_opened(url: str) -> None:
     with pytest.raises(StorageError, match="--storage"):
         open_storage(url)
 
 
-def test_describe_changes():
+def test_describe_changes() -> None:
     changes = {"max_num_seqs": (16, 12), "speculative_config": ({"method": "ngram"}, None)}
     assert describe_changes(changes) == 'max_num_seqs 16 -> 12, speculative_config {"method": "ngram"} -> off'

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from analytic_target import AnalyticTarget
@@ -17,14 +18,22 @@ LOAD = Load(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)
 BASELINE, BEST = {"max_num_batched_tokens": 2048}, {"max_num_batched_tokens": 512}
 
 
-def confirm(slo, pairs=3, baseline_feasible=True, a=BASELINE, b=BEST, load=LOAD, **target):
+def confirm(
+    slo: str,
+    pairs: int = 3,
+    baseline_feasible: bool = True,
+    a: Any = BASELINE,
+    b: Any = BEST,
+    load: Any = LOAD,
+    **target: AnalyticTarget,
+) -> Any:
     seeds = load.confirmation_seeds(pairs)
     comparison = compare(AnalyticTarget(**target), a, b, load.confirmation, seeds=seeds, metrics=[])
     seconds = {seed: span(load.confirmation(seed)) for seed in seeds}
     return assess(comparison, slo, seconds, 7, baseline_feasible)
 
 
-def test_a_gain_is_confirmed_with_its_interval():
+def test_a_gain_is_confirmed_with_its_interval() -> None:
     confirmation = confirm(PRESETS["itl"])
     assert confirmation.confirmed
     assert confirmation.pairs == 3
@@ -35,13 +44,13 @@ def test_a_gain_is_confirmed_with_its_interval():
     assert "-73 %, 95 % interval" in str(itl)
 
 
-def test_a_config_is_not_better_than_itself():
+def test_a_config_is_not_better_than_itself() -> None:
     confirmation = confirm(PRESETS["itl"], b=BASELINE)
     assert not confirmation.confirmed
     assert "no proven gain" in confirmation.problems[0]
 
 
-def test_noise_is_no_gain():
+def test_noise_is_no_gain() -> None:
     noise = {0: 1.3, 1: 0.8, 2: 1.1}
     confirmation = confirm(
         PRESETS["itl"],
@@ -51,12 +60,12 @@ def test_noise_is_no_gain():
     assert any("no proven gain" in problem for problem in confirmation.problems)
 
 
-def test_a_relative_bound_is_judged_on_the_pairs():
+def test_a_relative_bound_is_judged_on_the_pairs() -> None:
     confirmation = confirm(PRESETS["itl"], b={"max_num_batched_tokens": 32})
     assert any(problem.startswith("ttft_p95") and "1.2x" in problem for problem in confirmation.problems)
 
 
-def test_a_bound_on_what_the_load_does_not_have_is_none():
+def test_a_bound_on_what_the_load_does_not_have_is_none() -> None:
     """A request of one token has no gap between tokens."""
     one = Workload("one", (RequestClass("one", 1, Length(2000), Length(1)),))
     confirmation = confirm(
@@ -67,7 +76,7 @@ def test_a_bound_on_what_the_load_does_not_have_is_none():
     assert confirmation.surely_holds(PRESETS["ttft"].relative)
 
 
-def test_failed_requests_are_a_problem():
+def test_failed_requests_are_a_problem() -> None:
     confirmation = confirm(PRESETS["itl"], failing=lambda config: config["max_num_batched_tokens"] == 512)
     assert any(
         problem.startswith("failed is 60") or "failed is" in problem for problem in confirmation.problems
@@ -86,11 +95,11 @@ def test_failed_requests_are_a_problem():
     ids=["as much", "less", "more", "its own", "the baseline had one in its trial"],
 )
 def test_a_backlog_that_the_loads_leave_the_baseline_too_is_not_the_candidates(
-    before, after, feasible, missed
-):
+    before: float, after: float, feasible: bool, missed: bool
+) -> None:
     known = confirm(PRESETS["itl"])
 
-    def pooled(measured, backlog):
+    def pooled(measured: Any, backlog: Any) -> Pooled:
         readings = {**measured.readings, "backlog": Reading(backlog, 60)}
         return Pooled(replace(measured, readings=readings), ())
 
@@ -101,17 +110,17 @@ def test_a_backlog_that_the_loads_leave_the_baseline_too_is_not_the_candidates(
     assert any("backlog with both" in note for note in judged.notes) == (not missed)
 
 
-def test_where_the_baseline_misses_the_slo_holding_it_is_enough():
+def test_where_the_baseline_misses_the_slo_holding_it_is_enough() -> None:
     slo = parse_slo("itl_p99<500ms")
     assert confirm(slo, baseline_feasible=False).confirmed
     missed = confirm(slo, baseline_feasible=False, a=BEST, b=BASELINE)
     assert "itl_p99 is 1.23 s, the SLO asks for itl_p99 <= 500 ms" in missed.problems[0]
 
 
-def test_a_bound_that_is_only_just_held_is_not_held():
+def test_a_bound_that_is_only_just_held_is_not_held() -> None:
     noise = {0: 0.9, 1: 1.0, 2: 1.1}
 
-    def held(slo):
+    def held(slo: str) -> Any:
         return confirm(
             parse_slo(slo), baseline_feasible=False, itl_factor=lambda config, seed: noise[seed % 10]
         )
@@ -121,13 +130,13 @@ def test_a_bound_that_is_only_just_held_is_not_held():
     assert "missed" in held("itl_p99<360ms").problems[0]
 
 
-def test_each_run_is_summarised_once(monkeypatch):
+def test_each_run_is_summarised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured together, without each in turn and run by run for the percentiles' intervals."""
     seeds = LOAD.confirmation_seeds(3)
     comparison = compare(AnalyticTarget(), BASELINE, BEST, LOAD.confirmation, seeds=seeds, metrics=[])
     made = []
 
-    def summarised(records, bounds=()):
+    def summarised(records: Any, bounds: Any = ()) -> Summary:
         made.append(bounds)
         return Summary(records, bounds)
 
@@ -136,7 +145,7 @@ def test_each_run_is_summarised_once(monkeypatch):
     assert len(made) == 6
 
 
-def test_changes_without_a_ratio_say_so():
+def test_changes_without_a_ratio_say_so() -> None:
     assert str(Change("failed", 0, 0, float("nan"), float("nan"), float("nan"), 5)) == "0 -> 0 (n/a)"
 
 
@@ -151,7 +160,7 @@ def test_changes_without_a_ratio_say_so():
     ],
     ids=["wholly", "its near part", "hardly", "open", "none"],
 )
-def test_a_bound_is_held_so_far_towards_the_worse_end(interval, near, all_of_it):
+def test_a_bound_is_held_so_far_towards_the_worse_end(interval: Any, near: bool, all_of_it: bool) -> None:
     bound = Bound("ttft_p95", "<=", 1.2)
     assert holds(bound, 1.0, *interval, GUARD) == near
     assert holds(bound, 1.0, *interval, 1.0) == all_of_it

@@ -15,8 +15,10 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import optuna
 import psutil
@@ -49,23 +51,23 @@ SLO = parse_slo("itl")
 
 
 class Notebook(Observer):
-    def __init__(self, on_load=lambda: None):
+    def __init__(self, on_load: Any = lambda: None) -> None:
         self.notes, self._on_load = [], on_load
 
-    def note(self, text):
+    def note(self, text: str) -> None:
         self.notes.append(text)
 
-    def load(self, progress):
+    def load(self, progress: Any) -> None:
         if progress.sent:
             self._on_load()
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(tmp_path: Path) -> Callable[..., Any]:
     """Optimizers of one study, one after the other, as a process that dies and is started again."""
     storage = optuna.storages.InMemoryStorage()
 
-    def build(target, notebook=None):
+    def build(target: AnalyticTarget, notebook: Any = None) -> Optimizer:
         job = Job(rate=1.0, budget=None, trials=5, run_seconds=20.0, pairs=2, strategy="random", prior="none")
         bench = Bench(target, notebook or Notebook(), Interrupts(), tmp_path)
         return Optimizer(job, bench, open_study(storage, "s", SLO.objective))
@@ -73,23 +75,23 @@ def make(tmp_path):
     return build
 
 
-def configs(optimizer):
+def configs(optimizer: Optimizer) -> list[Any]:
     launched = [r for r in optimizer.study.results if r.status in ("measured", "stopped", "failed")]
     return [json.dumps(dict(r.config), sort_keys=True) for r in launched]
 
 
-def assert_whole(optimizer, trials=5):
+def assert_whole(optimizer: Optimizer, trials: int = 5) -> None:
     found = configs(optimizer)
     assert len(found) == len(set(found)) == 1 + trials
     assert not optimizer.study.running
 
 
 @pytest.fixture
-def real_trial(tmp_path):
+def real_trial(tmp_path: Path) -> Iterator[Any]:
     """A trial of two short loads against a server process with a fault."""
     children = set(psutil.Process().children(recursive=True))
 
-    def run(*fault, notebook=None, **options):
+    def run(*fault: Any, notebook: Any = None, **options: Any) -> Any:
         words = [sys.executable, "-S", str(FAKE), "fake", "--time-scale", "0.1", *fault]
         target = ServerTarget(f"{shlex.join(words)} {{flags}} --port {{port}}", log_dir=tmp_path, **options)
         bench = Bench(target, notebook or Notebook(), Interrupts(), tmp_path)
@@ -104,26 +106,28 @@ def real_trial(tmp_path):
     assert not left, "nothing is left running"
 
 
-def _workload():
+def _workload() -> Any:
     from loadgen.plan.workload import preset
 
     return preset("random", max_model_len=2048, vocab_size=1000, scale=0.1)
 
 
-def test_a_server_that_the_kernel_kills(real_trial):
+def test_a_server_that_the_kernel_kills(real_trial: Any) -> None:
     result = real_trial("--fault", "killed-mid-run:6")
     assert result.status == "failed"
     assert "died under load: killed" in result.reason
     assert "short of memory" in result.reason
 
 
-def test_a_server_that_says_it_is_healthy_and_then_hangs(real_trial):
+def test_a_server_that_says_it_is_healthy_and_then_hangs(real_trial: Any) -> None:
     result = real_trial("--fault", "health-then-hang", probe_timeout=0.5)
     assert result.status == "failed"
     assert "did not start: hangs" in result.reason
 
 
-def test_a_server_that_hangs_in_the_middle_of_a_load(real_trial, monkeypatch):
+def test_a_server_that_hangs_in_the_middle_of_a_load(
+    real_trial: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tuner.study.trial.PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr("tuner.study.trial.PATIENCE_FACTOR", 1.0)
     result = real_trial("--fault", "hang-mid-run:6")
@@ -131,23 +135,23 @@ def test_a_server_that_hangs_in_the_middle_of_a_load(real_trial, monkeypatch):
     assert "hangs: a load of" in result.reason
 
 
-def kill_the_client():
+def kill_the_client() -> None:
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             if "loadgen.wire.worker" in child.cmdline():
                 child.kill()
 
 
-def test_a_client_that_is_killed_says_nothing_of_the_config(real_trial):
+def test_a_client_that_is_killed_says_nothing_of_the_config(real_trial: Any) -> None:
     with pytest.raises(ClientKilled, match="ended with status -9"):
         real_trial(notebook=Notebook(kill_the_client))
 
 
-def client_killed(config):
+def client_killed(config: Any) -> None:
     raise RunFailed(CLIENT_KILLED, "the client process ended with status -9")
 
 
-def test_a_trial_whose_client_was_killed_is_tried_again(make):
+def test_a_trial_whose_client_was_killed_is_tried_again(make: Callable[..., Optimizer]) -> None:
     loads = itertools.count()
     target, notebook = AnalyticTarget(run_fault=lambda c: next(loads) == 4 and client_killed(c)), Notebook()
     optimizer = make(target, notebook)
@@ -158,7 +162,9 @@ def test_a_trial_whose_client_was_killed_is_tried_again(make):
     assert target.open_now == 0
 
 
-def test_a_config_that_always_costs_the_client_its_life_does_not_end_the_study(make):
+def test_a_config_that_always_costs_the_client_its_life_does_not_end_the_study(
+    make: Callable[..., Optimizer],
+) -> None:
     small = "max_num_seqs"
     optimizer = make(AnalyticTarget(run_fault=lambda c: c[small] < 128 and client_killed(c)))
     optimizer.run()
@@ -167,7 +173,9 @@ def test_a_config_that_always_costs_the_client_its_life_does_not_end_the_study(m
     assert all("died twice while this config was tried" in r.reason for r in failed)
 
 
-def test_a_baseline_without_its_client_ends_the_run_and_the_next_one_goes_on(make):
+def test_a_baseline_without_its_client_ends_the_run_and_the_next_one_goes_on(
+    make: Callable[..., Optimizer],
+) -> None:
     loads = itertools.count()
     target = AnalyticTarget(run_fault=lambda c: next(loads) == 2 and client_killed(c))
     with pytest.raises(SetupFailed):
@@ -177,10 +185,12 @@ def test_a_baseline_without_its_client_ends_the_run_and_the_next_one_goes_on(mak
     assert_whole(optimizer)
 
 
-def test_a_port_that_stays_taken_ends_the_run_and_the_next_one_goes_on(make):
+def test_a_port_that_stays_taken_ends_the_run_and_the_next_one_goes_on(
+    make: Callable[..., Optimizer],
+) -> None:
     opened = itertools.count()
 
-    def taken(config):
+    def taken(config: Any) -> None:
         if next(opened) == 2:
             raise StartFailed("port_taken", "another server answers on port 8000")
 
@@ -191,11 +201,13 @@ def test_a_port_that_stays_taken_ends_the_run_and_the_next_one_goes_on(make):
     assert_whole(optimizer)
 
 
-def no_space(path, parts):
+def no_space(path: Path, parts: Any) -> None:
     raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
-def test_a_report_that_cannot_be_written_costs_the_report_only(make, monkeypatch, capsys):
+def test_a_report_that_cannot_be_written_costs_the_report_only(
+    make: Callable[..., Optimizer], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     optimizer = make(AnalyticTarget())
     monkeypatch.setattr(report_module, "write_atomically", no_space)
     verdict = verdict_module.come_to_verdict("s", optimizer, optimizer.bench.target)
@@ -211,7 +223,9 @@ def test_a_report_that_cannot_be_written_costs_the_report_only(make, monkeypatch
     assert_whole(again)
 
 
-def test_a_disk_that_is_full_time_and_again_says_nothing_of_the_config(make, monkeypatch):
+def test_a_disk_that_is_full_time_and_again_says_nothing_of_the_config(
+    make: Callable[..., Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved = itertools.count()
     save = Records.save
     monkeypatch.setattr(Records, "save", lambda *a: no_space(a[1], ()) if next(saved) >= 4 else save(*a))
@@ -226,7 +240,7 @@ def test_a_disk_that_is_full_time_and_again_says_nothing_of_the_config(make, mon
     assert "failed" not in {r.status for r in optimizer.study.results}
 
 
-def test_a_file_that_runs_out_of_space_leaves_the_old_one_whole(tmp_path):
+def test_a_file_that_runs_out_of_space_leaves_the_old_one_whole(tmp_path: Path) -> None:
     """The kernel's own limit, as a full disk: in a fork, for it is the process's."""
     path = tmp_path / "report.md"
     write_atomically(path, ["old"])
@@ -245,7 +259,7 @@ def test_a_file_that_runs_out_of_space_leaves_the_old_one_whole(tmp_path):
 
 
 @pytest.fixture
-def jumping_clock(monkeypatch):
+def jumping_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """The wall clock goes a day back or forth whenever it is read."""
     jumps = itertools.cycle([86400.0, -86400.0])
     seconds, nanoseconds = time.time, time.time_ns
@@ -253,7 +267,7 @@ def jumping_clock(monkeypatch):
     monkeypatch.setattr(time, "time_ns", lambda: nanoseconds() + round(next(jumps) * 1e9))
 
 
-def test_a_study_under_a_clock_that_jumps(make, jumping_clock):
+def test_a_study_under_a_clock_that_jumps(make: Callable[..., Optimizer], jumping_clock: Any) -> None:
     optimizer = make(AnalyticTarget())
     optimizer.run()
     assert_whole(optimizer)
@@ -261,7 +275,7 @@ def test_a_study_under_a_clock_that_jumps(make, jumping_clock):
     assert all(0 <= r.seconds["total"] < 3600 for r in optimizer.study.results)
 
 
-def test_stamps_under_a_clock_that_jumps(jumping_clock):
+def test_stamps_under_a_clock_that_jumps(jumping_clock: Any) -> None:
     clock = UnixClock()
     stamps = [clock.ms() for _ in range(10)]
     assert stamps == sorted(stamps)
@@ -287,7 +301,7 @@ LABELS = {
 """Who may read the wall clock, and for what: nothing of it is a duration."""
 
 
-def _reads_the_wall_clock(text):
+def _reads_the_wall_clock(text: str) -> Any:
     if not any(word in text for word in ("time.time", "time_ns", "from time import", "datetime.")):
         return False
     tree = ast.parse(text)
@@ -297,7 +311,7 @@ def _reads_the_wall_clock(text):
     return not (used | imported).isdisjoint({"time.time", "time.time_ns", "datetime.now", "datetime.utcnow"})
 
 
-def test_durations_are_never_read_from_the_wall_clock():
+def test_durations_are_never_read_from_the_wall_clock() -> None:
     folders = ("engine", "loadgen", "doctor", "tuner")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     readers = {str(path.relative_to(ROOT)) for path in files if _reads_the_wall_clock(path.read_text())}
@@ -307,15 +321,15 @@ def test_durations_are_never_read_from_the_wall_clock():
 class Database:
     """What a pulse needs of a storage."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.away = False
 
-    def record_heartbeat(self, trial_id):
+    def record_heartbeat(self, trial_id: Any) -> None:
         if self.away:
             raise optuna.exceptions.StorageInternalError("away")
 
 
-def test_after_the_database_was_away_nobody_is_judged_for_a_while():
+def test_after_the_database_was_away_nobody_is_judged_for_a_while() -> None:
     database = Database()
     pulse = Pulse(database)
     pulse.try_to_beat()
@@ -331,11 +345,11 @@ def test_after_the_database_was_away_nobody_is_judged_for_a_while():
     assert pulse.steady_since == since
 
 
-def local(tmp_path, code, name="worker-1"):
+def local(tmp_path: Path, code: str, name: str = "worker-1") -> LocalWorker:
     return LocalWorker(name, [sys.executable, "-S", "-c", code], tmp_path / f"{name}.log", {})
 
 
-def test_a_worker_that_is_killed_is_started_again(tmp_path):
+def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
     marker = tmp_path / "was here"
     code = (
         f"import os, pathlib; marker = pathlib.Path({str(marker)!r}); first = not marker.exists(); "
@@ -347,13 +361,13 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path):
     assert said == ["worker-1: ended by signal 9; starting it again", "worker-1: measured"]
 
 
-def test_one_that_is_killed_again_and_again_is_given_up(tmp_path):
+def test_one_that_is_killed_again_and_again_is_given_up(tmp_path: Path) -> None:
     with LocalWorkers([local(tmp_path, "import os; os.kill(os.getpid(), 9)")], lambda line: None) as workers:
         assert workers.wait() == [137]
         assert workers.workers[0].restarts == 2
 
 
-def test_leaving_ends_every_worker(tmp_path):
+def test_leaving_ends_every_worker(tmp_path: Path) -> None:
     names = ("worker-1", "worker-2")
     crew = [local(tmp_path, "import time; print('up', flush=True); time.sleep(600)", name) for name in names]
     before = set(psutil.Process().children(recursive=True))
@@ -371,10 +385,12 @@ def test_leaving_ends_every_worker(tmp_path):
         ([], 3, [None, None, None]),
     ],
 )
-def test_each_worker_has_its_share_of_the_gpus(devices, workers, given):
+def test_each_worker_has_its_share_of_the_gpus(
+    devices: Any, workers: int, given: list[None] | list[str]
+) -> None:
     assert shares(devices, workers) == given
 
 
-def test_more_workers_than_gpus_are_refused():
+def test_more_workers_than_gpus_are_refused() -> None:
     with pytest.raises(WorkersError, match=r"--workers 3: 2 GPU\(s\) are visible \(0,1\)"):
         shares(["0", "1"], 3)

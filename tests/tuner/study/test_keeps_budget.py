@@ -1,7 +1,10 @@
 """``--budget`` on a virtual clock: costs that vary, slow starts, a server that hangs."""
 
 import zlib
+from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import optuna
 import pytest
@@ -25,15 +28,15 @@ class ClockedTarget(AnalyticTarget):
     """A start takes 3 to 15 s by config, a load up to a third more than it should, a hanging one as long as
     patience lasts."""
 
-    def __init__(self, hangs=0):
+    def __init__(self, hangs: int = 0) -> None:
         super().__init__()
         self.seconds, self.hangs = 0.0, hangs
 
-    def clock(self):
+    def clock(self) -> Any:
         return self.seconds
 
     @contextmanager
-    def open(self, config):
+    def open(self, config: Any) -> Iterator[Any]:
         with super().open(config) as server:
             server.start_seconds = 3.0 + zlib.crc32(config_key(config).encode()) % 13
             self.seconds += server.start_seconds
@@ -41,11 +44,11 @@ class ClockedTarget(AnalyticTarget):
 
 
 class ClockedServer(AnalyticServer):
-    def __init__(self, target, config, start_seconds, hangs):
+    def __init__(self, target: AnalyticTarget, config: Any, start_seconds: Any, hangs: Any) -> None:
         super().__init__(target, config)
         self.start_seconds, self.hangs = start_seconds, hangs
 
-    def run(self, schedule, progress=None, stop=None):
+    def run(self, schedule: Any, progress: Any = None, stop: Any = None) -> Any:
         seconds = schedule.duration or max(r.intended for r in schedule.requests)
         if self.hangs:
             self.target.seconds += PATIENCE_SECONDS + PATIENCE_FACTOR * seconds
@@ -54,7 +57,7 @@ class ClockedServer(AnalyticServer):
         return super().run(schedule, progress, stop)
 
 
-def study(tmp_path, **job):
+def study(tmp_path: Path, **job: Any) -> tuple[Any, Any, Any]:
     target = ClockedTarget(job.pop("hangs", 0))
     record = open_study(optuna.storages.InMemoryStorage(), "s", parse_slo("itl").objective)
     bench = Bench(target, Observer(), Interrupts(), tmp_path)
@@ -66,7 +69,7 @@ def study(tmp_path, **job):
     ("strategy", "budget", "hangs"),
     [("random", 600.0, 0), ("random", 1200.0, HANGS), ("gp", 600.0, HANGS), ("gp", 1200.0, 0)],
 )
-def test_a_budget_is_kept_within_a_tenth(tmp_path, strategy, budget, hangs):
+def test_a_budget_is_kept_within_a_tenth(tmp_path: Path, strategy: str, budget: float, hangs: Any) -> None:
     optimizer, outcome, seconds = study(tmp_path, strategy=strategy, budget=budget, hangs=hangs)
     assert seconds <= 1.1 * budget
     enough = "expected to gain more" in outcome.ended
@@ -76,12 +79,12 @@ def test_a_budget_is_kept_within_a_tenth(tmp_path, strategy, budget, hangs):
     assert statuses.count("failed") == bool(hangs)
 
 
-def test_what_a_search_leaves_goes_into_more_pairs(tmp_path):
+def test_what_a_search_leaves_goes_into_more_pairs(tmp_path: Path) -> None:
     optimizer, outcome, _ = study(tmp_path, strategy="gp", budget=3600.0)
     assert "expected to gain more" in outcome.ended
     assert optimizer.plan.pairs < outcome.confirmation.pairs == 16
 
 
-def test_pairs_that_are_asked_for_stay(tmp_path):
+def test_pairs_that_are_asked_for_stay(tmp_path: Path) -> None:
     _, outcome, _ = study(tmp_path, strategy="gp", budget=3600.0, pairs=3)
     assert outcome.confirmation.pairs == 3

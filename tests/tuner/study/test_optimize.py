@@ -2,6 +2,8 @@
 
 import itertools
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from analytic_target import AnalyticTarget, dies_under_load, does_not_start, stall
@@ -13,11 +15,11 @@ from tuner.study.optimize import MAX_FAILURES
 from tuner.study.trial import SetupFailed
 
 
-def launches(optimizer):
+def launches(optimizer: Any) -> list[Any]:
     return [r for r in optimizer.study.results if r.status in ("measured", "stopped", "failed")]
 
 
-def test_a_better_config_is_found_and_confirmed(make):
+def test_a_better_config_is_found_and_confirmed(make: Any) -> None:
     target, notebook = AnalyticTarget(), Notebook()
     optimizer = make(target, notebook)
     outcome = optimizer.run()
@@ -37,7 +39,7 @@ def test_a_better_config_is_found_and_confirmed(make):
 
 
 @pytest.mark.parametrize("slo", ["itl", "stall"])
-def test_a_load_that_has_no_such_figure_ends_the_search_at_once(make, tmp_path, slo):
+def test_a_load_that_has_no_such_figure_ends_the_search_at_once(make: Any, tmp_path: Path, slo: str) -> None:
     one = {"classes": [{"name": "one", "weight": 1, "prompt": 500, "output": 1}]}
     (tmp_path / "one.json").write_text(json.dumps(one))
     optimizer = make(AnalyticTarget(), slo=slo, workload=str(tmp_path / "one.json"))
@@ -47,7 +49,7 @@ def test_a_load_that_has_no_such_figure_ends_the_search_at_once(make, tmp_path, 
     assert "n/a): this load has no " in outcome.sentence
 
 
-def test_starting_points_come_right_after_the_baseline(make):
+def test_starting_points_come_right_after_the_baseline(make: Any) -> None:
     optimizer = make(AnalyticTarget(), strategy="tpe")
     optimizer.run()
     assert [r.origin.partition(":")[0] for r in optimizer.study.results[:4]] == [
@@ -58,7 +60,7 @@ def test_starting_points_come_right_after_the_baseline(make):
     ]
 
 
-def test_the_plan_keeps_time_for_the_confirmation(make):
+def test_the_plan_keeps_time_for_the_confirmation(make: Any) -> None:
     notebook = Notebook()
     optimizer = make(AnalyticTarget(), notebook, budget=1000.0, trials=None, run_seconds=20.0)
     optimizer.study = None
@@ -71,7 +73,7 @@ def test_the_plan_keeps_time_for_the_confirmation(make):
     assert any("a start costs 2.0 s" in note for note in notebook.notes)
 
 
-def test_nothing_beats_a_baseline_that_is_best_already(make):
+def test_nothing_beats_a_baseline_that_is_best_already(make: Any) -> None:
     outcome = make(
         AnalyticTarget(), flags={"max_num_batched_tokens": 32, "max_num_seqs": 8}, fix=("max_num_seqs",)
     ).run()
@@ -81,10 +83,10 @@ def test_nothing_beats_a_baseline_that_is_best_already(make):
     assert outcome.confirmation is None, "nothing was better in the search"
 
 
-def test_what_does_not_hold_on_fresh_runs_is_refuted(make):
+def test_what_does_not_hold_on_fresh_runs_is_refuted(make: Any) -> None:
     """The search's seeds flatter every config but the baseline; fresh seeds do not."""
 
-    def lucky(config, seed):
+    def lucky(config: Any, seed: int) -> Any:
         searched = seed < 1000
         lucky = searched and config["max_num_batched_tokens"] != 2048
         return 0.3 if lucky else 2.0 / stall(config)
@@ -96,7 +98,7 @@ def test_what_does_not_hold_on_fresh_runs_is_refuted(make):
     assert outcome.confirmation.problems
 
 
-def test_all_crash(make):
+def test_all_crash(make: Any) -> None:
     notebook = Notebook()
     optimizer = make(AnalyticTarget(start_fault=does_not_start), notebook, trials=100)
     outcome = optimizer.run()
@@ -108,15 +110,15 @@ def test_all_crash(make):
     assert all("OutOfMemoryError" in r.log_tail for r in launches(optimizer))
 
 
-def test_all_die_under_load(make):
+def test_all_die_under_load(make: Any) -> None:
     optimizer = make(AnalyticTarget(run_fault=dies_under_load), trials=100)
     outcome = optimizer.run()
     assert outcome.kind == "failed"
     assert all("died under load: killed" in r.reason for r in launches(optimizer))
 
 
-def test_a_region_that_crashes_is_survived(make):
-    def oom(config):
+def test_a_region_that_crashes_is_survived(make: Any) -> None:
+    def oom(config: Any) -> None:
         if config["max_num_batched_tokens"] < 100:
             does_not_start(config)
 
@@ -126,8 +128,8 @@ def test_a_region_that_crashes_is_survived(make):
     assert outcome.best.config["max_num_batched_tokens"] >= 100
 
 
-def test_a_baseline_that_does_not_start_does_not_end_the_study(make):
-    def too_large(config):
+def test_a_baseline_that_does_not_start_does_not_end_the_study(make: Any) -> None:
+    def too_large(config: Any) -> None:
         if config["max_num_batched_tokens"] > 1000:
             does_not_start(config)
 
@@ -138,10 +140,12 @@ def test_a_baseline_that_does_not_start_does_not_end_the_study(make):
     assert "Your own config does not serve" in outcome.sentence
 
 
-def test_a_baseline_that_hangs_as_it_starts_has_cost_its_time(make, monkeypatch):
+def test_a_baseline_that_hangs_as_it_starts_has_cost_its_time(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds = 1000.0
 
-    def hang(config):
+    def hang(config: Any) -> None:
         nonlocal seconds
         seconds += 120.0
         does_not_start(config)
@@ -154,7 +158,7 @@ def test_a_baseline_that_hangs_as_it_starts_has_cost_its_time(make, monkeypatch)
     assert optimizer.plan.trial_seconds == 120.0
 
 
-def test_requests_that_fail_make_a_config_infeasible_with_the_cause(make):
+def test_requests_that_fail_make_a_config_infeasible_with_the_cause(make: Any) -> None:
     target = AnalyticTarget(failing=lambda config: config["max_num_batched_tokens"] < 2048)
     optimizer = make(target, fix=("all",), vary={"max_num_batched_tokens": None})
     outcome = optimizer.run()
@@ -163,7 +167,7 @@ def test_requests_that_fail_make_a_config_infeasible_with_the_cause(make):
     assert any("requests failed" in reason and "500 engine error" in reason for reason in reasons)
 
 
-def test_zero_feasible(make):
+def test_zero_feasible(make: Any) -> None:
     optimizer = make(AnalyticTarget(), slo="itl_p99<1ms", trials=8)
     outcome = optimizer.run()
     assert outcome.kind == "infeasible"
@@ -173,19 +177,19 @@ def test_zero_feasible(make):
     assert any(r.status == "stopped" and "SLO missed: itl_p99" in r.reason for r in launches(optimizer))
 
 
-def test_explicit_bounds_that_the_baseline_misses_and_another_config_holds(make):
+def test_explicit_bounds_that_the_baseline_misses_and_another_config_holds(make: Any) -> None:
     outcome = make(AnalyticTarget(), slo="itl_p99<300ms,ttft_p99<60s", trials=12).run()
     assert outcome.kind == "better"
     assert outcome.confirmation.candidate.value("itl_p99") < 0.3
     assert outcome.confirmation.baseline.value("itl_p99") > 0.3
 
 
-def test_explicit_bounds_that_the_baseline_holds_leave_nothing_to_gain(make):
+def test_explicit_bounds_that_the_baseline_holds_leave_nothing_to_gain(make: Any) -> None:
     outcome = make(AnalyticTarget(), slo="itl_p99<30s", trials=6).run()
     assert outcome.kind == "baseline"
 
 
-def test_all_duplicates(make):
+def test_all_duplicates(make: Any) -> None:
     optimizer = make(AnalyticTarget(), fix=("all",), vary={"max_num_seqs": (128,)}, trials=100)
     outcome = optimizer.run()
     assert outcome.kind == "baseline"
@@ -193,7 +197,7 @@ def test_all_duplicates(make):
     assert len(launches(optimizer)) == 1
 
 
-def test_out_of_reach_trials_are_stopped_early(make):
+def test_out_of_reach_trials_are_stopped_early(make: Any) -> None:
     optimizer = make(AnalyticTarget(), trials=25, strategy="random")
     optimizer.run()
     stopped = [r for r in optimizer.study.results if r.status == "stopped"]
@@ -201,10 +205,10 @@ def test_out_of_reach_trials_are_stopped_early(make):
     assert all(len(r.records) == 1 for r in stopped), "one rung only"
 
 
-def test_the_machine_at_fault_ends_the_study_and_a_resume_goes_on(make):
+def test_the_machine_at_fault_ends_the_study_and_a_resume_goes_on(make: Any) -> None:
     launched = itertools.count()
 
-    def disk_full_once(config):
+    def disk_full_once(config: Any) -> None:
         if next(launched) == 3:
             raise StartFailed("disk_full", "No space left on device")
 
@@ -219,10 +223,10 @@ def test_the_machine_at_fault_ends_the_study_and_a_resume_goes_on(make):
     assert [r.status for r in resumed.study.results].count("interrupted") == 1
 
 
-def test_an_interrupt_keeps_what_is_measured(make):
+def test_an_interrupt_keeps_what_is_measured(make: Any) -> None:
     launched = itertools.count()
 
-    def interrupt_once(config):
+    def interrupt_once(config: Any) -> None:
         if next(launched) == 4:
             raise KeyboardInterrupt
 
@@ -240,8 +244,8 @@ def test_an_interrupt_keeps_what_is_measured(make):
     assert target.opened.count({}) == 2, "the baseline was not measured again: once, and once to confirm"
 
 
-def test_an_interrupt_before_anything_is_measured(make):
-    def interrupt(config):
+def test_an_interrupt_before_anything_is_measured(make: Any) -> None:
+    def interrupt(config: Any) -> None:
         raise KeyboardInterrupt
 
     optimizer = make(AnalyticTarget(start_fault=interrupt))
@@ -250,7 +254,7 @@ def test_an_interrupt_before_anything_is_measured(make):
     assert "before the baseline" in optimizer.interrupted().sentence
 
 
-def test_the_rate_is_70_percent_of_the_capacity_found(make):
+def test_the_rate_is_70_percent_of_the_capacity_found(make: Any) -> None:
     notebook = Notebook()
     optimizer = make(AnalyticTarget(), notebook, rate=None, trials=2)
     optimizer.run()
@@ -260,14 +264,14 @@ def test_the_rate_is_70_percent_of_the_capacity_found(make):
     assert any("offered" in note for note in notebook.notes)
 
 
-def test_the_throughput_preset_is_measured_in_a_closed_loop(make):
+def test_the_throughput_preset_is_measured_in_a_closed_loop(make: Any) -> None:
     optimizer = make(AnalyticTarget(), slo="throughput", rate=None, trials=2, run_seconds=10.0)
     optimizer.run()
     assert optimizer.survey.rate is None
     assert optimizer.load.arrival.description.startswith("closed loop")
 
 
-def test_the_last_trials_ask_whether_every_change_is_needed(make):
+def test_the_last_trials_ask_whether_every_change_is_needed(make: Any) -> None:
     knobs = {"max_num_batched_tokens": (128, 256), "max_num_seqs": (16,)}
     optimizer = make(AnalyticTarget(), fix=("all",), vary=knobs, trials=4, strategy="tpe")
     outcome = optimizer.run()
@@ -276,7 +280,7 @@ def test_the_last_trials_ask_whether_every_change_is_needed(make):
     assert list(optimizer.study.space.changes(outcome.best.config)) == ["max_num_batched_tokens"]
 
 
-def test_only_flags_that_differ_from_the_users_are_given(make):
+def test_only_flags_that_differ_from_the_users_are_given(make: Any) -> None:
     target = AnalyticTarget()
     optimizer = make(target, flags={"max_num_seqs": 64, "dtype": "float32"})
     optimizer.run()
@@ -286,7 +290,7 @@ def test_only_flags_that_differ_from_the_users_are_given(make):
     assert set(start) == {"max_num_seqs", "dtype", "max_num_batched_tokens"}
 
 
-def test_a_tail_that_does_not_see_the_stalls_is_said_not_to(make):
+def test_a_tail_that_does_not_see_the_stalls_is_said_not_to(make: Any) -> None:
     """Each of these answers, of 160 to 240 tokens, is stalled once: one gap in two hundred."""
     notebook, job = Notebook(), {"workload": "rag", "fix": ("all",), "vary": {"max_num_seqs": (64, 128)}}
     outcome = make(AnalyticTarget(stall_every=150), notebook, **job).run()
@@ -298,7 +302,7 @@ def test_a_tail_that_does_not_see_the_stalls_is_said_not_to(make):
     assert any("does not see the stalls" in note for note in notebook.notes)
 
 
-def test_a_tail_of_stalls_is_not_said_to_miss_them(make):
+def test_a_tail_of_stalls_is_not_said_to_miss_them(make: Any) -> None:
     notebook, job = Notebook(), {"workload": "rag", "fix": ("all",), "vary": {"max_num_seqs": (64, 128)}}
     assert "stalls" not in make(AnalyticTarget(), notebook, **job).run().sentence
     assert not any("stalls" in note for note in notebook.notes)

@@ -6,6 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +24,9 @@ NO_PRIOR = ("--prior", "none")
 """Nothing is simulated where the search is not the point."""
 
 
-def words(*arguments, fake=(), trials=2, rate=25, run_time="1s"):
+def words(
+    *arguments: Any, fake: Any = (), trials: int = 2, rate: int = 25, run_time: str = "1s"
+) -> list[Any]:
     """A study of about a second a load; the start-up probe counts among the fake's completions."""
     common = ["--study", "s", "--out", "out"]
     if not arguments or arguments[0] != "resume":
@@ -41,11 +46,11 @@ def words(*arguments, fake=(), trials=2, rate=25, run_time="1s"):
 
 
 @pytest.fixture
-def start(tmp_path):
+def start(tmp_path: Path) -> Iterator[Any]:
     """A process in the background."""
     started = []
 
-    def start_(*arguments, **kwargs):
+    def start_(*arguments: Any, **kwargs: Any) -> Any:
         name = f"vtune-{len(started)}"
         started.append(Vtune(tmp_path, *words(*arguments, **kwargs), name=name))
         return started[-1]
@@ -56,10 +61,10 @@ def start(tmp_path):
 
 
 @pytest.fixture
-def run(start):
+def run(start: Any) -> Callable[..., Any]:
     """A process that has ended."""
 
-    def run_(*arguments, **kwargs):
+    def run_(*arguments: Any, **kwargs: Any) -> Any:
         process = start(*arguments, **kwargs)
         process.wait()
         return process
@@ -67,19 +72,19 @@ def run(start):
     return run_
 
 
-def url_of(tmp_path):
+def url_of(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'out' / 'study.db'}"
 
 
-def trials(tmp_path):
+def trials(tmp_path: Path) -> Any:
     return vtune_process.trials(url_of(tmp_path))
 
 
-def launched(tmp_path):
+def launched(tmp_path: Path) -> Any:
     return vtune_process.launched(url_of(tmp_path))
 
 
-def test_a_whole_study_with_a_region_that_runs_out_of_memory(run, tmp_path):
+def test_a_whole_study_with_a_region_that_runs_out_of_memory(run: Any, tmp_path: Path) -> None:
     budgets = ("--fix", "all", "--vary", "max_num_batched_tokens=512,4096")
     flags = ("--json", "--flags", "--max-num-batched-tokens 1024", *budgets)
     ran = run(*flags, fake=("--fault", "oom-above:2048"), **SHORT)
@@ -99,7 +104,7 @@ def test_a_whole_study_with_a_region_that_runs_out_of_memory(run, tmp_path):
     assert_no_server_is_left(tmp_path)
 
 
-def test_kill_9_loses_one_trial_and_one_process_goes_on(start, run, tmp_path):
+def test_kill_9_loses_one_trial_and_one_process_goes_on(start: Any, run: Any, tmp_path: Path) -> None:
     process = start(*NO_PRIOR, trials=2)
     wait_for(process.err, "load 1 of 2", times=3)
     process.send_signal(signal.SIGSTOP)  # or it is done by the time that a busy machine has started another
@@ -123,7 +128,7 @@ def test_kill_9_loses_one_trial_and_one_process_goes_on(start, run, tmp_path):
     assert_no_server_is_left(tmp_path)
 
 
-def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start, run, tmp_path):
+def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start: Any, run: Any, tmp_path: Path) -> None:
     process = start(*NO_PRIOR)
     wait_for(process.err, "load 1 of 2", times=2)
     process.send_signal(signal.SIGINT)
@@ -141,7 +146,7 @@ def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start, run, tmp_path):
     assert len(launched(tmp_path)) == 1 + 1
 
 
-def test_ctrl_c_while_a_server_starts(start, tmp_path):
+def test_ctrl_c_while_a_server_starts(start: Any, tmp_path: Path) -> None:
     process = start(fake=("--start-delay", "60"))
     wait_for(process.err, "starting the server")
     process.send_signal(signal.SIGINT)
@@ -150,7 +155,7 @@ def test_ctrl_c_while_a_server_starts(start, tmp_path):
     assert_no_server_is_left(tmp_path)
 
 
-def test_a_second_ctrl_c_is_harder_and_leaves_no_server(start, tmp_path):
+def test_a_second_ctrl_c_is_harder_and_leaves_no_server(start: Any, tmp_path: Path) -> None:
     process = start(fake=("--fault", "ignore-term"))
     wait_for(process.err, "load 1 of 2")
     process.send_signal(signal.SIGINT)
@@ -171,7 +176,9 @@ def test_a_second_ctrl_c_is_harder_and_leaves_no_server(start, tmp_path):
         ("killed-mid-run:6", "died under load: killed"),
     ],
 )
-def test_a_server_with_a_fault_ends_in_no_feasible_config(run, tmp_path, fault, reason):
+def test_a_server_with_a_fault_ends_in_no_feasible_config(
+    run: Any, tmp_path: Path, fault: str, reason: str
+) -> None:
     ran = run(fake=("--fault", fault), trials=1, **SHORT)
     assert ran.returncode == 1, ran.stderr
     assert "No config served" in ran.stdout
@@ -182,7 +189,7 @@ def test_a_server_with_a_fault_ends_in_no_feasible_config(run, tmp_path, fault, 
     assert_no_server_is_left(tmp_path)
 
 
-def test_a_port_that_is_always_taken_ends_the_run_with_what_to_do(run, tmp_path):
+def test_a_port_that_is_always_taken_ends_the_run_with_what_to_do(run: Any, tmp_path: Path) -> None:
     ran = run(fake=("--fault", "port"))
     assert ran.returncode == 2
     assert "If the command sets the port itself, write {port} where it goes" in ran.stderr
@@ -191,7 +198,7 @@ def test_a_port_that_is_always_taken_ends_the_run_with_what_to_do(run, tmp_path)
     assert_no_server_is_left(tmp_path)
 
 
-def kill_a_client(pid):
+def kill_a_client(pid: int) -> bool:
     """Whether a process that sends a load was there, and is killed."""
     for child in psutil.Process(pid).children():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
@@ -201,7 +208,7 @@ def kill_a_client(pid):
     return False
 
 
-def test_a_load_generator_that_is_killed_costs_nothing_but_time(start, tmp_path):
+def test_a_load_generator_that_is_killed_costs_nothing_but_time(start: Any, tmp_path: Path) -> None:
     process = start(*NO_PRIOR)
     wait_for(process.err, "load 1 of 2", times=2)
     while not kill_a_client(process.pid):
@@ -213,7 +220,7 @@ def test_a_load_generator_that_is_killed_costs_nothing_but_time(start, tmp_path)
     assert_no_server_is_left(tmp_path)
 
 
-def test_a_clock_that_jumps(tmp_path):
+def test_a_clock_that_jumps(tmp_path: Path) -> None:
     """In an interpreter of its own and in those that it starts: a day back or forth whenever it is read."""
     jumping = (
         "import itertools, time\n"
@@ -238,7 +245,7 @@ def test_a_clock_that_jumps(tmp_path):
     assert all(0 <= r["seconds"]["total"] < 3600 for r in launched(tmp_path))
 
 
-def test_records_that_cannot_be_written(run, tmp_path):
+def test_records_that_cannot_be_written(run: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "trials").write_text("in the way")
     ran = run(*NO_PRIOR, **SHORT)

@@ -5,7 +5,9 @@ from tuner.workers.machine import others
 
 
 @pytest.mark.parametrize(("busy", "said"), [(4.0, ""), (14.9, ""), (41.0, "other programs take 41%")])
-def test_a_busy_machine_is_told_of_before_anything_is_measured(monkeypatch, busy, said):
+def test_a_busy_machine_is_told_of_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, busy: float, said: str
+) -> None:
     monkeypatch.setattr(psutil, "cpu_percent", lambda interval: busy)
     assert others().startswith(said)
     assert bool(others()) == bool(said)

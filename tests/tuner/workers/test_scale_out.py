@@ -3,6 +3,9 @@
 import os
 import signal
 import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from analytic_target import AnalyticTarget
@@ -13,30 +16,30 @@ pytestmark = pytest.mark.timeout(600)
 WITH_POSTGRES = pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip())
 
 
-def any_load(config):
+def any_load(config: Any) -> bool:
     return True
 
 
-def not_the_baseline(config):
+def not_the_baseline(config: Any) -> bool:
     return config["max_num_batched_tokens"] != 2048
 
 
-def slow(config):
+def slow(config: Any) -> None:
     """A load takes long enough for workers to be at work at the same time."""
     time.sleep(0.03)
 
 
 @pytest.fixture(scope="module")
-def database():
+def database() -> Iterator[Any]:
     with postgres() as server:
         yield server
 
 
 @pytest.fixture
-def crew_in(tmp_path):
+def crew_in(tmp_path: Path) -> Iterator[Any]:
     crews = []
 
-    def make(url, **options):
+    def make(url: str, **options: Any) -> Any:
         crews.append(Crew(tmp_path / "workers", url, **options))
         (tmp_path / "workers").mkdir()
         return crews[-1]
@@ -47,7 +50,7 @@ def crew_in(tmp_path):
 
 
 @pytest.fixture
-def fresh(database):
+def fresh(database: Any) -> Any:
     """The URL of an empty database."""
     name = f"test_{os.urandom(4).hex()}"
     database.create(name)
@@ -55,7 +58,7 @@ def fresh(database):
 
 
 @WITH_POSTGRES
-def test_four_workers_measure_each_config_once_and_agree(crew_in, fresh):
+def test_four_workers_measure_each_config_once_and_agree(crew_in: Any, fresh: Any) -> None:
     crew = crew_in(fresh)
     for number in range(4):
         crew.start(f"w{number}", AnalyticTarget(run_fault=slow))
@@ -69,7 +72,9 @@ def test_four_workers_measure_each_config_once_and_agree(crew_in, fresh):
 
 
 @WITH_POSTGRES
-def test_what_a_killed_worker_was_measuring_is_measured_elsewhere(crew_in, fresh, tmp_path):
+def test_what_a_killed_worker_was_measuring_is_measured_elsewhere(
+    crew_in: Any, fresh: Any, tmp_path: Path
+) -> None:
     crew = crew_in(fresh)
     crew.start("victim", Victim(tmp_path / "halted", not_the_baseline))
     wait_for(tmp_path / "halted")
@@ -90,7 +95,9 @@ def test_what_a_killed_worker_was_measuring_is_measured_elsewhere(crew_in, fresh
 
 
 @WITH_POSTGRES
-def test_a_baseline_whose_worker_died_is_measured_by_one_of_those_that_wait(crew_in, fresh, tmp_path):
+def test_a_baseline_whose_worker_died_is_measured_by_one_of_those_that_wait(
+    crew_in: Any, fresh: Any, tmp_path: Path
+) -> None:
     crew = crew_in(fresh)
     crew.start("victim", Victim(tmp_path / "halted", any_load))
     wait_for(tmp_path / "halted")
@@ -105,7 +112,9 @@ def test_a_baseline_whose_worker_died_is_measured_by_one_of_those_that_wait(crew
 
 
 @WITH_POSTGRES
-def test_workers_outlast_a_database_that_restarts(crew_in, fresh, database, tmp_path):
+def test_workers_outlast_a_database_that_restarts(
+    crew_in: Any, fresh: Any, database: Any, tmp_path: Path
+) -> None:
     crew = crew_in(fresh)
     crew.start("halted", Victim(tmp_path / "halted", not_the_baseline))
     wait_for(tmp_path / "halted")
@@ -124,7 +133,9 @@ def test_workers_outlast_a_database_that_restarts(crew_in, fresh, database, tmp_
 
 
 @WITH_POSTGRES
-def test_one_that_was_taken_for_dead_goes_on_and_nothing_counts_twice(crew_in, fresh, tmp_path):
+def test_one_that_was_taken_for_dead_goes_on_and_nothing_counts_twice(
+    crew_in: Any, fresh: Any, tmp_path: Path
+) -> None:
     crew = crew_in(fresh)
     sleeper = crew.start("sleeper", Victim(tmp_path / "halted", not_the_baseline))
     wait_for(tmp_path / "halted")
@@ -140,7 +151,7 @@ def test_one_that_was_taken_for_dead_goes_on_and_nothing_counts_twice(crew_in, f
     assert "took this one for dead" in crew.diary("sleeper")
 
 
-def test_two_workers_started_at_once_on_one_machine(crew_in, tmp_path):
+def test_two_workers_started_at_once_on_one_machine(crew_in: Any, tmp_path: Path) -> None:
     crew = crew_in(f"sqlite:///{tmp_path / 'study.db'}")
     for number in range(2):
         crew.start(f"w{number}", AnalyticTarget(run_fault=slow))
@@ -150,7 +161,7 @@ def test_two_workers_started_at_once_on_one_machine(crew_in, tmp_path):
     assert len(crew.confirmers()) == 1
 
 
-def test_who_comes_after_the_end_sees_the_verdict_and_starts_no_server(crew_in, tmp_path):
+def test_who_comes_after_the_end_sees_the_verdict_and_starts_no_server(crew_in: Any, tmp_path: Path) -> None:
     crew = crew_in(f"sqlite:///{tmp_path / 'study.db'}")
     crew.start("w0")
     crew.finish("w0")
@@ -160,7 +171,7 @@ def test_who_comes_after_the_end_sees_the_verdict_and_starts_no_server(crew_in, 
     assert len(crew.verdicts()) == 1
 
 
-def test_machines_that_differ_are_warned_of(crew_in, tmp_path):
+def test_machines_that_differ_are_warned_of(crew_in: Any, tmp_path: Path) -> None:
     crew = crew_in(f"sqlite:///{tmp_path / 'study.db'}")
     crew.start("w0", hardware="1 x H100")
     crew.finish("w0")

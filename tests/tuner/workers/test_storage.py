@@ -2,7 +2,10 @@
 
 import inspect
 import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import optuna
 import pytest
@@ -32,26 +35,26 @@ OBJECTIVE = parse_slo("itl").objective
 class Time:
     """A clock that only sleeping moves."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = 0.0
         self.naps = []
 
-    def sleep(self, seconds):
+    def sleep(self, seconds: float) -> None:
         self.naps.append(seconds)
         self.now += seconds
 
 
 @pytest.fixture
-def time_():
+def time_() -> Time:
     return Time()
 
 
 @pytest.fixture
-def patience(time_):
+def patience(time_: Time) -> Patience:
     return Patience(seconds=30.0, sleep=time_.sleep, clock=lambda: time_.now)
 
 
-def gone(state=None, invalidated=False):
+def gone(state: Any = None, invalidated: bool = False) -> Any:
     """What Optuna raises when the database of PostgreSQL does not answer."""
     error = StorageInternalError("commit")
     original = SimpleNamespace(sqlstate=state)
@@ -59,11 +62,11 @@ def gone(state=None, invalidated=False):
     return error
 
 
-def failing(times, error):
+def failing(times: int, error: Any) -> Callable[..., Any]:
     """An operation that fails so many times."""
     calls = iter(range(times))
 
-    def operation():
+    def operation() -> str:
         for _ in calls:
             raise error
         return "done"
@@ -71,7 +74,7 @@ def failing(times, error):
     return operation
 
 
-def test_a_database_that_comes_back_is_waited_for(patience, time_):
+def test_a_database_that_comes_back_is_waited_for(patience: Patience, time_: Time) -> None:
     notes = []
     patience.notify = notes.append
     assert patience.call(failing(5, gone())) == "done"
@@ -83,21 +86,21 @@ def test_a_database_that_comes_back_is_waited_for(patience, time_):
     ]
 
 
-def test_one_that_does_not_come_back_is_given_up(patience, time_):
+def test_one_that_does_not_come_back_is_given_up(patience: Patience, time_: Time) -> None:
     with pytest.raises(StorageInternalError):
         patience.call(failing(1000, gone()))
     assert 20 < time_.now <= 30
 
 
-def test_somebody_who_wants_an_end_is_not_kept(patience, time_):
+def test_somebody_who_wants_an_end_is_not_kept(patience: Patience, time_: Time) -> None:
     patience.hurried = lambda: True
     with pytest.raises(StorageInternalError):
         patience.call(failing(1000, gone()))
     assert time_.now <= 5
 
 
-def test_a_second_interrupt_ends_the_wait_at_once(patience):
-    def interrupted(seconds):
+def test_a_second_interrupt_ends_the_wait_at_once(patience: Patience) -> None:
+    def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
     patience.sleep = interrupted
@@ -105,7 +108,7 @@ def test_a_second_interrupt_ends_the_wait_at_once(patience):
         patience.call(failing(1000, gone()))
 
 
-def test_what_will_not_pass_is_not_waited_for(patience, time_):
+def test_what_will_not_pass_is_not_waited_for(patience: Patience, time_: Time) -> None:
     with pytest.raises(StorageInternalError):
         patience.call(failing(1000, gone(state="53100")))  # its disk is full
     assert time_.naps == []
@@ -124,21 +127,21 @@ def test_what_will_not_pass_is_not_waited_for(patience, time_):
         (None, False),
     ],
 )
-def test_which_errors_pass(error, away):
+def test_which_errors_pass(error: Any, away: bool) -> None:
     assert is_away(error) is away
 
 
-def test_sqlite_is_waited_for_when_locked_and_not_when_the_disk_is_full():
+def test_sqlite_is_waited_for_when_locked_and_not_when_the_disk_is_full() -> None:
     import sqlite3
 
-    def failure(text):
+    def failure(text: str) -> Any:
         return exc.OperationalError("INSERT", {}, sqlite3.OperationalError(text))
 
     assert is_away(failure("database is locked"))
     assert not is_away(failure("database or disk is full"))
 
 
-def test_everything_that_optunas_cache_asks_the_database_is_patient():
+def test_everything_that_optunas_cache_asks_the_database_is_patient() -> None:
     asked = set(re.findall(r"self\._backend\.(\w+)\(", inspect.getsource(_CachedStorage)))
     assert "_get_trials" in asked
     answered_at_once = {
@@ -151,20 +154,22 @@ def test_everything_that_optunas_cache_asks_the_database_is_patient():
 
 
 @pytest.fixture
-def shared(tmp_path):
+def shared(tmp_path: Path) -> Iterator[Any]:
     storage = open_storage(f"sqlite:///{tmp_path / 's.db'}", Heartbeat())
     yield storage
     storage.close()
 
 
-def test_a_change_that_was_made_before_its_reply_was_lost_is_ours(shared, time_, monkeypatch):
+def test_a_change_that_was_made_before_its_reply_was_lost_is_ours(
+    shared: Any, time_: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
     study = open_study(shared, "s", OBJECTIVE)
     trial = study.ask()
     shared.patience = Patience(sleep=time_.sleep, clock=lambda: time_.now)
     original = optuna.storages.RDBStorage.set_trial_state_values
     replies = iter([gone()])
 
-    def unheard(self, *arguments):
+    def unheard(self, *arguments: Any) -> Any:
         done = original(self, *arguments)
         for error in replies:
             raise error
@@ -178,13 +183,15 @@ def test_a_change_that_was_made_before_its_reply_was_lost_is_ours(shared, time_,
         shared.set_trial_state_values(trial._trial_id, TrialState.FAIL)
 
 
-def test_of_two_that_create_a_study_one_does(shared):
+def test_of_two_that_create_a_study_one_does(shared: Any) -> None:
     assert create_study(shared, "s", OBJECTIVE) is not None
     assert create_study(shared, "s", OBJECTIVE) is None
     assert open_study(shared, "s", OBJECTIVE).study_name == "s"
 
 
-def test_a_study_whose_creator_died_before_it_had_said_its_job_is_taken_over(shared, time_):
+def test_a_study_whose_creator_died_before_it_had_said_its_job_is_taken_over(
+    shared: Any, time_: Time
+) -> None:
     study = open_study(shared, "s", OBJECTIVE)
     assert not has_job(study, time_.sleep)
     assert time_.now == pytest.approx(5)
@@ -202,7 +209,7 @@ def test_a_study_whose_creator_died_before_it_had_said_its_job_is_taken_over(sha
         ("nonsense", "nonsense"),
     ],
 )  # fmt: skip
-def test_no_password_is_shown(url, shown):
+def test_no_password_is_shown(url: str, shown: str) -> None:
     assert mask(url) == shown
 
 
@@ -216,7 +223,7 @@ def test_no_password_is_shown(url, shown):
         "nodatabase://u:geheim@127.0.0.1:1/d",
     ],
 )
-def test_no_password_is_in_an_error(url):
+def test_no_password_is_in_an_error(url: str) -> None:
     with pytest.raises(StorageError) as caught:
         open_storage(url, Heartbeat())
     said = str(caught.value)
@@ -226,12 +233,12 @@ def test_no_password_is_in_an_error(url):
     assert caught.value.__suppress_context__ or caught.value.__context__ is None
 
 
-def test_a_driver_that_is_not_installed_is_named_with_its_remedy():
+def test_a_driver_that_is_not_installed_is_named_with_its_remedy() -> None:
     with pytest.raises(StorageError, match=r"pip install 'vtune-llm\[postgres\]'"):
         open_storage("postgresql+psycopg2://u@127.0.0.1:1/d", Heartbeat())
 
 
-def test_where_workers_write(tmp_path):
+def test_where_workers_write(tmp_path: Path) -> None:
     with locked(tmp_path / "out", shared=True) as first, locked(tmp_path / "out", shared=True) as second:
         assert (first, second) == (tmp_path / "out", tmp_path / "out" / "worker-2")
         with pytest.raises(OutputError, match="in use by another vtune"), locked(tmp_path / "out"):
@@ -240,7 +247,7 @@ def test_where_workers_write(tmp_path):
     assert (tmp_path / "out" / "worker-2" / "report.md").exists()
 
 
-def test_a_directory_in_which_nothing_was_written_is_not_left(tmp_path):
+def test_a_directory_in_which_nothing_was_written_is_not_left(tmp_path: Path) -> None:
     with locked(tmp_path / "runs" / "s"):
         pass
     assert list(tmp_path.iterdir()) == []

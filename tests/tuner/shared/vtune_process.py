@@ -14,7 +14,7 @@ from typing import Any
 import optuna
 import psutil
 
-FAKE = Path(__file__).parents[1] / "fake_server.py"
+FAKE = Path(__file__).parents[2] / "fake_server.py"
 PATIENCE_SECONDS = 240.0
 """Of a machine that is busy with other things."""
 PRELOADED = (

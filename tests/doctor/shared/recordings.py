@@ -13,7 +13,7 @@ from benchmarks.doctor.loads import HEALTHY
 from benchmarks.doctor.matrix import TRUTH as KNOWN
 from servers.metrics.exposition import read_series_text, split_scrapes
 
-FOLDER = Path(__file__).parents[2].parent / "shared" / "scrapes"
+FOLDER = Path(__file__).parents[4] / "shared" / "scrapes"
 needs_recordings = pytest.mark.skipif(not FOLDER.is_dir(), reason=f"no recordings at {FOLDER}")
 
 TRUTH = {name: None if cause == HEALTHY else cause for name, cause in KNOWN.items()}
