@@ -374,23 +374,19 @@ class Connection:
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace every parameter of ``command`` that is a dataclass, such as :class:`Load`, by its fields, each
-    an option."""
+    an option; a field that is a dataclass itself stands for its own fields."""
     parameters: list[inspect.Parameter] = []
-    groups: dict[str, tuple[type, list[str]]] = {}
+    groups: dict[str, type] = {}
     for own in inspect.signature(command, eval_str=True).parameters.values():
-        if isinstance(own.annotation, type) and is_dataclass(own.annotation):
-            options = _options_of(own.annotation)
-            groups[own.name] = (own.annotation, [option.name for option in options])
-            parameters += options
+        if _is_group(own.annotation):
+            groups[own.name] = own.annotation
+            parameters += _options_of(own.annotation)
         else:
             parameters.append(own.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @functools.wraps(command)
     def with_fields(**given: Any) -> None:
-        made = {
-            name: kind(**{option: given.pop(option) for option in options})
-            for name, (kind, options) in groups.items()
-        }
+        made = {name: _taken(kind, given) for name, kind in groups.items()}
         command(**made, **given)
 
     with_fields.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -398,17 +394,34 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
     return with_fields
 
 
+def _is_group(annotation: Any) -> bool:
+    return isinstance(annotation, type) and is_dataclass(annotation)
+
+
 def _options_of(kind: type) -> list[inspect.Parameter]:
     hints = get_type_hints(kind, include_extras=True)
     own = inspect.get_annotations(kind)  # those of a base class come after them
-    ordered = sorted(fields(kind), key=lambda field: field.name not in own)
-    empty = inspect.Parameter.empty
-    return [
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=empty if field.default is MISSING else field.default,
-            annotation=hints[field.name],
+    found: list[inspect.Parameter] = []
+    for field in sorted(fields(kind), key=lambda field: field.name not in own):
+        annotation = hints[field.name]
+        if _is_group(annotation):
+            found += _options_of(annotation)
+            continue
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        found.append(
+            inspect.Parameter(
+                field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+            )
         )
-        for field in ordered
-    ]
+    return found
+
+
+def _taken(kind: type, given: dict[str, Any]) -> Any:
+    """The dataclass, of its options among ``given``, which are removed there."""
+    hints = get_type_hints(kind)
+    return kind(
+        **{
+            field.name: _taken(hint, given) if _is_group(hint := hints[field.name]) else given.pop(field.name)
+            for field in fields(kind)
+        }
+    )

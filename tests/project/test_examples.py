@@ -29,7 +29,7 @@ def check(words: Sequence[str]) -> dict[str, str]:
     options = dict(zip(words[2::2], words[3::2], strict=True))
     assert set(options) <= known
     parse_slo(options["--slo"])
-    parse_seconds(options["--budget"])
+    parse_seconds(options["--budget"], "--budget")
     assert options["--study"], "without it every worker would make a study of its own"
     return options
 

@@ -16,8 +16,8 @@ DEFAULT_SIMULATED_BUDGET = 1800.0
 DEFAULT_RUN_SECONDS = 20.0
 
 
-class JobError(ValueError):
-    """Options that contradict each other or the study that they resume."""
+class UsageError(Exception):
+    """Options that contradict each other or the study that they resume; the message says what to write."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +86,9 @@ class Job:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Raises JobError for a study that another version made."""
+        """Raises UsageError for a study that another version made."""
         if data.get("schema") != SCHEMA:
-            raise JobError(f"the study's schema is {data.get('schema')!r}, this version reads {SCHEMA!r}")
+            raise UsageError(f"the study's schema is {data.get('schema')!r}, this version reads {SCHEMA!r}")
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         vary = {flag: None if items is None else tuple(items) for flag, items in values["vary"].items()}
         loads = values.get("loads")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from loadgen.target import Target
 from loadgen.targets.simulated import SimulatedTarget
 from tuner.job.launch import launch
 from tuner.report.curves import along
@@ -22,10 +21,9 @@ MAX_ASKED = 16
 """Simulated runs for the report alone: a few seconds."""
 
 
-def report_facts(
-    name: str, optimizer: Optimizer, outcome: Outcome, target: Target, advice: Advice | None = None
-) -> Facts:
+def report_facts(optimizer: Optimizer, outcome: Outcome, advice: Advice | None = None) -> Facts:
     """For a study whose baseline was begun."""
+    name, target = optimizer.record.study_name, optimizer.bench.target
     job, study, survey = optimizer.job, optimizer.study, optimizer.survey
     baseline = study.baseline
     model = target.served_name if isinstance(target, SimulatedTarget) else job.model

@@ -11,8 +11,8 @@ from typing import Any
 from loadgen.commands.options import Recorded
 from servers.flags.words import render
 from tuner.job.job import Job
+from tuner.job.options import option_of
 
-_SPELLED = {"run_seconds": "run-time"}
 _SECONDS = ("budget", "run_seconds")
 _IN_FLAGS = ("command", "env")
 _ALWAYS = ("slo", "target", "model")
@@ -46,7 +46,7 @@ def _flags(job: Job) -> str:
 
 
 def _option(name: str, value: Any) -> list[str]:
-    option = f"--{_SPELLED.get(name, name).replace('_', '-')}"
+    option = option_of(name)
     if name == "space":
         return [option, value["file"]] if value else []
     if name == "replay":
@@ -54,7 +54,7 @@ def _option(name: str, value: Any) -> list[str]:
     if name == "baseline":
         return [option, str(value["where"])] if value else []
     if name == "vary":
-        return [word for item in vary_words(value) for word in (option, item)]
+        return [word for item in _vary_words(value) for word in (option, item)]
     if name == "loads":
         return [option, "auto" if value is None else ",".join(f"{load:g}" for load in value) or "none"]
     if name in _SECONDS:
@@ -66,7 +66,7 @@ def _option(name: str, value: Any) -> list[str]:
     return [] if value is None else [option, str(value)]
 
 
-def vary_words(vary: Mapping[str, tuple[Any, ...] | None]) -> tuple[str, ...]:
+def _vary_words(vary: Mapping[str, tuple[Any, ...] | None]) -> tuple[str, ...]:
     """As ``--vary`` takes them: ``max_num_seqs``, ``block_size=16,32``."""
     return tuple(
         flag if values is None else f"{flag}={','.join(map(_written, values))}"

@@ -13,7 +13,6 @@ from typing import Any, Self
 import optuna
 from rich.console import Console
 
-from loadgen.target import Target
 from servers.files import write_atomically
 from tuner.report.facts import report_facts
 from tuner.report.report import write_report
@@ -79,7 +78,7 @@ class Verdict:
         return cls(**{**saved, "lines": tuple(saved["lines"]), "files": tuple(saved["files"])})
 
 
-def come_to_verdict(name: str, optimizer: Optimizer, target: Target) -> Verdict:
+def come_to_verdict(optimizer: Optimizer) -> Verdict:
     """Search, confirm and report; of a study's workers one confirms, and all return what that one found. So
     does a study that is called again and searches no further: the same runs would be taken for fresh ones.
 
@@ -94,7 +93,7 @@ def come_to_verdict(name: str, optimizer: Optimizer, target: Target) -> Verdict:
     with optimizer.crew.sole("verdict", lambda: known() is not None) as mine:
         if mine:
             outcome = optimizer.conclude(ended)
-            verdict = conclude(name, optimizer, target, outcome, compare_loads(optimizer, outcome))
+            verdict = conclude(optimizer, outcome, compare_loads(optimizer, outcome))
             if (other := known()) is not None:  # of a worker that took this one for dead meanwhile
                 return other
             replace(verdict, host=platform.node(), problem="").save(record)
@@ -104,16 +103,14 @@ def come_to_verdict(name: str, optimizer: Optimizer, target: Target) -> Verdict:
     return found
 
 
-def conclude(
-    name: str, optimizer: Optimizer, target: Target, outcome: Outcome, advice: Advice | None = None
-) -> Verdict:
+def conclude(optimizer: Optimizer, outcome: Outcome, advice: Advice | None = None) -> Verdict:
     """The verdict on ``outcome``, with its report written once there is something to report."""
-    if target.estimate:
+    if optimizer.bench.target.estimate:
         outcome = replace(outcome, sentence=f"{ESTIMATE}{outcome.sentence}")
     if not optimizer.begun:
         lines, report = (outcome.sentence,), _report_text([], outcome)
         return Verdict(outcome.exit_code, lines, report, files=(), launched=0)
-    facts = report_facts(name, optimizer, outcome, target, advice)
+    facts = report_facts(optimizer, outcome, advice)
     if facts.recommendation is not None:
         optimizer.record.set_user_attr(KEY, facts.recommendation.to_json())
     paths, problem = [], ""

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tuner.job.job import UsageError
+
 MIN_PAIRS, MAX_PAIRS, MOST_PAIRS = 3, 8, 16
 """Of a confirmation: the least, the most that time is kept for, the most where the search leaves time."""
 CONFIRM_SHARE = 0.5
@@ -35,13 +37,13 @@ def format_seconds(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min"
 
 
-def parse_seconds(text: str) -> float:
-    """``90``, ``90s``, ``10m``, ``1.5h``, ``1h30m`` in seconds. Raises ValueError."""
+def parse_seconds(text: str, option: str) -> float:
+    """``90``, ``90s``, ``10m``, ``1.5h``, ``1h30m`` in seconds. Raises UsageError that names ``option``."""
     found = re.fullmatch(_LENGTH, text.strip())
     parts = [float(part) if part else 0.0 for part in found.groups()] if found else [0.0]
     seconds = sum(part * size for part, size in zip(parts, (3600, 60, 1), strict=False))
     if not seconds > 0:
-        raise ValueError(f"{text!r} is no length of time: write e.g. 10m, 90s or 1h30m")
+        raise UsageError(f"{option}: {text!r} is no length of time: write e.g. 10m, 90s or 1h30m")
     return seconds
 
 

@@ -131,3 +131,29 @@ def test_help_has_examples_and_every_option_is_explained() -> None:
         "--out",
     ):
         assert option in shown
+
+
+def test_every_option_reaches_the_run_by_its_own_name(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr("tuner.command.run", lambda options: asked.append(options) or 0)
+    words = (
+        "--slo",
+        "ttft",
+        "--replay",
+        "t.jsonl",
+        "--rate-scale",
+        "2",
+        "--fix",
+        "a",
+        "--fix",
+        "b",
+        "--json",
+    )
+    assert invoke(*words, "--study", "s").exit_code == 0
+    (options,) = asked
+    assert (options.slo, options.fix) == ("ttft", ["a", "b"])
+    assert (str(options.replay.replay), options.replay.rate_scale) == ("t.jsonl", 2.0)
+    assert (options.place.study, options.place.json) == ("s", True)
+    assert not options.resumes_only
+    assert invoke("--study", "s", "--json").exit_code == 0
+    assert asked[1].resumes_only

@@ -51,7 +51,7 @@ def study(tmp_path: Path, **job: Any) -> Any:
     record = open_study(optuna.storages.InMemoryStorage(), "s", parse_slo(job.slo).objective)
     optimizer = Optimizer(job, Bench(target, Observer(), Interrupts(), tmp_path), record)
     outcome = optimizer.run()
-    return report_facts("my-study", optimizer, outcome, target)
+    return report_facts(optimizer, outcome)
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,9 @@ from loadgen.plan.workload import Length, RequestClass, Workload
 from loadgen.targets.model_shape import Shape, shape_of
 from loadgen.targets.simulated import SimulatedTarget
 from servers.slo.objective import parse_slo
-from tuner.command import Options, run
+from tuner.command import run
 from tuner.job.job import Job
+from tuner.job.options import Options, Place
 from tuner.runs.interrupts import Interrupts
 from tuner.runs.load import Load, span
 from tuner.runs.measure import Run, measure
@@ -290,14 +291,13 @@ def test_a_study_with_a_sketch(
         slo=SLO.text,
         workload=str(workload(tmp_path)),
         rate=5.0,
-        run_seconds=4.0,
+        run_time="4s",
         trials=1,
         pairs=2,
         flags="--max-num-batched-tokens 1024 --max-num-seqs 64 --max-model-len 4096",
-        fix=("all",),
-        vary=("max_num_batched_tokens=256",),
-        out=tmp_path / "out",
-        study="drawn",
+        fix=["all"],
+        vary=["max_num_batched_tokens=256"],
+        place=Place(study="drawn", out=tmp_path / "out"),
     )
     assert run(options) in (0, 1)
     assert "prior: sketch of the baseline: 0." in capsys.readouterr().err

@@ -90,7 +90,7 @@ class Crew:
         storage.patience = replace(storage.patience, notify=diary.note)
         with SharedCrew(storage, record, machine, diary.note, poll=0.05) as crew:
             optimizer = Optimizer(self.job, Bench(target, diary, Interrupts(), out), record, crew)
-            verdict = verdict_module.come_to_verdict("s", optimizer, target)
+            verdict = verdict_module.come_to_verdict(optimizer)
         (out / "verdict").write_text("\n".join(verdict.lines))
         (out / "opened").write_text(str(len(target.opened)))
 

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from tuner.job.job import UsageError
 from tuner.study.budget import (
     MAX_PAIRS,
     MIN_PAIRS,
@@ -20,13 +21,13 @@ from tuner.study.budget import (
     [("90", 90), ("90s", 90), ("10m", 600), ("10min", 600), ("1.5h", 5400), ("1h30m", 5400), ("9m30s", 570)],
 )
 def test_parse_seconds(text: str, seconds: int) -> None:
-    assert parse_seconds(text) == seconds
+    assert parse_seconds(text, "--budget") == seconds
 
 
 @pytest.mark.parametrize("text", ["", "0", "-5", "10x", "m", "ten minutes", "1.2.3s"])
 def test_what_is_no_length_of_time(text: str) -> None:
-    with pytest.raises(ValueError, match="no length of time"):
-        parse_seconds(text)
+    with pytest.raises(UsageError, match=r"^--budget: .* is no length of time"):
+        parse_seconds(text, "--budget")
 
 
 @pytest.mark.parametrize(

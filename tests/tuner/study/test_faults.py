@@ -210,14 +210,14 @@ def test_a_report_that_cannot_be_written_costs_the_report_only(
 ) -> None:
     optimizer = make(AnalyticTarget())
     monkeypatch.setattr(report_module, "write_atomically", no_space)
-    verdict = verdict_module.come_to_verdict("s", optimizer, optimizer.bench.target)
+    verdict = verdict_module.come_to_verdict(optimizer)
     verdict.show(Console(stderr=True), as_json=False)
     said = capsys.readouterr()
     assert said.out.splitlines() == list(verdict.lines)
     assert "error: the report cannot be written: [Errno 28] No space left on device" in said.err
     monkeypatch.undo()
     again = make(AnalyticTarget())
-    written = verdict_module.come_to_verdict("s", again, again.bench.target)
+    written = verdict_module.come_to_verdict(again)
     assert {Path(file).name for file in written.files} == {"report.html", "report.md", "report.json"}
     assert written.lines == verdict.lines
     assert_whole(again)

@@ -102,7 +102,7 @@ def test_speculation_is_advised_below_the_crossing(done: tuple[Optimizer, Any]) 
 def test_the_report_shows_the_crossing_and_the_terminal_says_it(done: tuple[Optimizer, Any]) -> None:
     optimizer, outcome = done
     advice = compare_loads(optimizer, outcome)
-    facts = report_facts("s", optimizer, outcome, optimizer.bench.target, advice)
+    facts = report_facts(optimizer, outcome, advice)
     assert advice is not None
     assert advice.sentence in facts.lines
     texts = {path.suffix: path.read_text() for path in write_report(facts)}
@@ -119,7 +119,7 @@ def test_the_report_shows_the_crossing_and_the_terminal_says_it(done: tuple[Opti
 def test_a_browser_draws_the_whole_report(done: tuple[Optimizer, Any], tmp_path: Path) -> None:
     optimizer, outcome = done
     advice = compare_loads(optimizer, outcome)
-    facts = report_facts("s", optimizer, outcome, optimizer.bench.target, advice)
+    facts = report_facts(optimizer, outcome, advice)
     write_report(replace(facts, out=tmp_path))
     shown = check_page(tmp_path / "report.html", at_least=6)
     assert "By load" in shown

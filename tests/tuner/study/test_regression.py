@@ -36,9 +36,9 @@ def study(out: Path, target: AnalyticTarget, previous: Recommendation | None = N
     if previous is not None:
         options |= {"flags": previous.flags, "baseline": previous.to_json()}
     asked = Job(**{"slo": "itl", "fix": ("all",), "vary": knobs, **options})
-    record = open_study(optuna.storages.InMemoryStorage(), "s", parse_slo(asked.slo).objective)
+    record = open_study(optuna.storages.InMemoryStorage(), "today", parse_slo(asked.slo).objective)
     optimizer = Optimizer(asked, Bench(target, Observer(), Interrupts(), out), record)
-    return report_facts("today", optimizer, optimizer.run(), target)
+    return report_facts(optimizer, optimizer.run())
 
 
 @pytest.fixture(scope="module")

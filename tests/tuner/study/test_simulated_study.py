@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 from llama_8b import CONFIG
 
-from tuner.command import Options, new_job, run
+from tuner.command import run
+from tuner.job.options import Options, Place
+from tuner.session.new_job import requested_job
 from tuner.study.optimize import Optimizer
 from tuner.study.target import TargetError, make_target
 
@@ -30,12 +32,12 @@ def study(model: str, out: Path, **more: Any) -> tuple[dict[str, Any], str]:
         model=model,
         slo="itl_p99<35ms",
         rate=20.0,
-        run_seconds=5.0,
+        run_time="5s",
         trials=2,
         pairs=2,
-        out=out,
-        fix=("all",),
-        vary=("max_num_batched_tokens=512,1024",),
+        fix=["all"],
+        vary=["max_num_batched_tokens=512,1024"],
+        place=Place(out=out),
         **more,
     )
     with redirect_stdout(io.StringIO()) as printed:
@@ -91,7 +93,7 @@ def test_a_study_that_is_over_confirms_nothing_anew_while_its_report_is_there(
     monkeypatch.setattr(
         Optimizer, "conclude", lambda self, ended: concluded.append(ended) or conclude(self, ended)
     )
-    again = Options(study=report["study"], out=place)
+    again = Options(place=Place(study=report["study"], out=place))
     with redirect_stdout(io.StringIO()) as said:
         assert run(again) == 0
     assert (said.getvalue(), concluded) == (printed, [])
@@ -103,17 +105,17 @@ def test_a_study_that_is_over_confirms_nothing_anew_while_its_report_is_there(
 
 
 def test_speculation_is_searched_only_when_asked_for() -> None:
-    assert "speculative_config" in new_job(Options(target="simulated:h100")).fix
-    asked = new_job(Options(target="simulated:h100", vary=("speculative_config",)))
+    assert "speculative_config" in requested_job(Options(target="simulated:h100")).job.fix
+    asked = requested_job(Options(target="simulated:h100", vary=["speculative_config"])).job
     assert "speculative_config" not in asked.fix
 
 
 def test_defaults_are_the_devices() -> None:
-    assert new_job(Options(target="simulated:l40s")).flags["max_num_seqs"] == 256
-    job = new_job(Options(target="simulated:h100", flags="--max-num-seqs 64"))
+    assert requested_job(Options(target="simulated:l40s")).job.flags["max_num_seqs"] == 256
+    job = requested_job(Options(target="simulated:h100", flags="--max-num-seqs 64")).job
     assert (job.flags["max_num_seqs"], job.flags["max_num_batched_tokens"]) == (64, 8192)
     assert (job.server, job.budget) == ("vllm", 1800.0)
-    assert new_job(Options(target="simulated:bundled")).server == "bundled"
+    assert requested_job(Options(target="simulated:bundled")).job.server == "bundled"
 
 
 @pytest.mark.parametrize(
@@ -121,4 +123,4 @@ def test_defaults_are_the_devices() -> None:
 )
 def test_what_cannot_be_simulated_is_a_usage_error(words: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=next(reversed(words.values()))):
-        make_target(new_job(Options(**words)), tmp_path, 60.0)
+        make_target(requested_job(Options(**words)).job, tmp_path, 60.0)

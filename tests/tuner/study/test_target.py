@@ -15,12 +15,13 @@ from loadgen.targets.server import ServerTarget
 from servers.flags.command import parse_command
 from servers.flags.offered_flags import OfferedFlags
 from servers.slo.objective import parse_slo
-from tuner.command import Options, new_job
 from tuner.job.job import Job
+from tuner.job.options import Options
 from tuner.report.reproduce import command_of
 from tuner.runs.findings import TrialFinding
 from tuner.runs.interrupts import Interrupts
 from tuner.runs.result import Measurement, Reading, TrialResult
+from tuner.session.new_job import requested_job
 from tuner.space.knobs import KNOBS
 from tuner.space.space import SpaceError
 from tuner.study.observer import Observer
@@ -39,7 +40,7 @@ def launch(job: Job, **config: object) -> str:
 
 
 def test_a_command_of_the_targets_kind_brings_its_program_and_environment() -> None:
-    job = new_job(Options(target="vllm", flags=VLLM))
+    job = requested_job(Options(target="vllm", flags=VLLM)).job
     assert job.flags == {"max_num_seqs": 64}
     assert (job.env, job.model, job.server) == ({"A": "1", "B": "x y"}, "my model", "vllm")
     shown = "A=1 B='x y' numactl -N 0 /opt/bin/vllm serve 'my model' --max-num-seqs 64 --port 8000"
@@ -64,19 +65,21 @@ def test_of_other_commands_only_the_flags_count(target: str, flags: str) -> None
 
 
 def test_the_bundled_engine_takes_the_environment_alone() -> None:
-    job = new_job(Options(flags="OMP_NUM_THREADS=1 /elsewhere/vtune serve bundled --max-num-seqs 4"))
+    job = requested_job(
+        Options(flags="OMP_NUM_THREADS=1 /elsewhere/vtune serve bundled --max-num-seqs 4"),
+    ).job
     assert launch(job) == "OMP_NUM_THREADS=1 vtune serve bundled --max-num-seqs 4 --port 8000"
     assert "--flags 'OMP_NUM_THREADS=1 vtune serve --max-num-seqs 4'" in command_of(job)
 
 
 def test_sglang_by_name_and_by_command() -> None:
-    job = new_job(Options(target="sglang", model="M", flags="--max-num-seqs 64"))
+    job = requested_job(Options(target="sglang", model="M", flags="--max-num-seqs 64")).job
     assert launch(job, max_num_batched_tokens=4096, enable_prefix_caching=False) == (
         "python -m sglang.launch_server --model-path M --enable-metrics --max-running-requests 64 "
         "--chunked-prefill-size 4096 --disable-radix-cache --port 8000"
     )
     text = "CUDA_VISIBLE_DEVICES=1 python3 -m sglang.launch_server --model-path M --enable-metrics --tp 2"
-    given = new_job(Options(target="sglang", flags=text))
+    given = requested_job(Options(target="sglang", flags=text)).job
     assert given.flags == {"tensor_parallel_size": 2}
     assert launch(given) == (
         "CUDA_VISIBLE_DEVICES=1 python3 -m sglang.launch_server --model-path M --enable-metrics --tp-size 2 "
@@ -98,7 +101,7 @@ class Answering(ServerTarget):
 
 def check(target: ServerTarget, **options: object) -> list[str]:
     said: list[str] = []
-    check_offered(new_job(Options(target="vllm", **options)), target, said.append)  # type: ignore[arg-type]
+    check_offered(requested_job(Options(target="vllm", **options)).job, target, said.append)  # type: ignore[arg-type]
     return said
 
 
@@ -111,18 +114,18 @@ def test_flags_that_the_program_lacks_are_refused_before_anything_begins() -> No
     with pytest.raises(TargetError, match=r"has no --max-num-seq \(did you mean --max-num-seqs\?\)"):
         check(Answering(), flags="--max-num-seq 16")
     with pytest.raises(SpaceError, match=r"vllm 0\.32\.0 has no --max-num-partial-prefills"):
-        check(Answering("max_num_partial_prefills"), vary=("max_num_partial_prefills",))
+        check(Answering("max_num_partial_prefills"), vary=["max_num_partial_prefills"])
     with pytest.raises(SpaceError, match="no such flag"):
-        check(Answering(), vary=("made_up=1,2",))
+        check(Answering(), vary=["made_up=1,2"])
 
 
 def test_a_server_that_runs_is_measured_and_left_alone(tmp_path: Path) -> None:
     command = shlex.join([sys.executable, "-S", str(FAKE), "m"])
     with ServerTarget(f"{command} {{flags}}", log_dir=tmp_path).open({"max_num_seqs": 4}) as server:
         options = Options(
-            target=server.url, flags="--max-num-seqs 4", rate=25.0, workload="random", run_seconds=1.0
+            target=server.url, flags="--max-num-seqs 4", rate=25.0, workload="random", run_time="1s"
         )
-        job = new_job(options)
+        job = requested_job(options).job
         target = make_target(job, tmp_path, 60.0)
         assert isinstance(target, EndpointTarget)
         bench = Bench(target, Observer(), Interrupts(), tmp_path / "out")
@@ -157,7 +160,7 @@ def test_what_the_doctor_prescribes_for_it_is_said() -> None:
 def test_a_space_file_is_kept_in_the_job(tmp_path: Path) -> None:
     path = tmp_path / "space.yaml"
     path.write_text("knobs: {max_num_seqs: [8, 16]}\nconstraints: [max_num_seqs < 12]")
-    job = new_job(Options(space=path))
+    job = requested_job(Options(space=path)).job
     assert Job.from_json(json.loads(json.dumps(job.to_json()))) == job
     path.unlink()  # a resumed study does not need it any more
     assert job.space == {

@@ -9,7 +9,8 @@ import optuna
 import psutil
 import pytest
 
-from tuner.command import Options, run
+from tuner.command import run
+from tuner.job.options import Options, Place
 
 FAKE = Path(__file__).parents[2] / "fake_server.py"
 HELP = """options:
@@ -51,12 +52,11 @@ def test_a_study_of_a_vllm(
         slo="ttft_p95<60s",  # held on however busy a machine
         rate=50.0,
         workload="random",
-        run_seconds=0.5,
+        run_time="0.5s",
         trials=1,
         pairs=2,
         prior="none",
-        study="s",
-        out=tmp_path / "out",
+        place=Place(study="s", out=tmp_path / "out"),
     )
     assert run(options) == 0
     said = capsys.readouterr()

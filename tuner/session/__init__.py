@@ -1,0 +1,1 @@
+"""One call of ``vtune optimize``: from its options to a job and a study."""
