@@ -133,10 +133,11 @@ def doctor(
     from doctor.diagnosis.playbook import PlaybookError
     from doctor.metrics.period import period, seconds
     from doctor.metrics.sources import SeriesFile
+    from servers.command import parse_command
     from servers.errors import SourceError
-    from servers.flags.command import parse_command
     from servers.flags.words import FlagError
-    from servers.logs.vllm_log import read_log
+    from servers.kinds import BUNDLED
+    from servers.server_log import read_log
     from servers.slo.bounds import SloError
 
     try:
@@ -153,7 +154,7 @@ def doctor(
                 window=None if window is None else seconds(window),
                 baseline=None if baseline is None else SeriesFile(baseline),
                 baseline_flags=None if baseline_flags is None else parse_command(baseline_flags).flags,
-                engine="vtune" if command is not None and command.engine == "vtune" else None,
+                kind=BUNDLED if command is not None and command.kind is BUNDLED else None,
             )
 
         if watch:

@@ -11,6 +11,7 @@ from loadgen.commands.options import OptionError
 from loadgen.plan.arrivals import ArrivalError
 from loadgen.plan.workload import WorkloadError
 from servers.flags.words import FlagError
+from servers.kinds import KINDS
 from servers.slo.bounds import SloError
 from tuner.job.job import UsageError
 from tuner.job.options import Options
@@ -22,7 +23,6 @@ from tuner.search.from_doctor import FindingsError
 from tuner.search.prior import PriorError, make_simulator
 from tuner.session.new_job import RUNS
 from tuner.session.session import Session
-from tuner.space.knobs import ENGINES
 from tuner.space.space import SpaceError
 from tuner.study.optimize import Optimizer
 from tuner.study.regression import PreviousError
@@ -98,7 +98,7 @@ def _run_alone(session: Session, console: Console) -> int:
             make_observer(console, f"vtune optimize: {session.name}") as observer,
             join(storage, begun.record, observer.note, interrupts) as crew,
         ):
-            bench = Bench(target, observer, interrupts, out, None if job.running else ENGINES[job.server])
+            bench = Bench(target, observer, interrupts, out, None if job.running else KINDS[job.server])
             optimizer = Optimizer(job, bench, begun.record, crew)
             optimizer.simulator = make_simulator(
                 job.prior, job.target, job.model, observer.note, optimizer.sketch

@@ -34,6 +34,7 @@ from doctor.metrics.sources import PrometheusSource, Scrapes
 from doctor.proof.experiment_load import schedule
 from doctor.proof.experiment_target import Stage, opened
 from loadgen.measure.record import Records
+from servers.kinds import KINDS
 from servers.metrics.exposition import record
 
 EVERY_S = 15
@@ -135,7 +136,7 @@ def injected(fault: Fault, seconds: float, directory: Path) -> Diagnosis:
             assume=setup.assume,
             baseline=baseline,
             baseline_flags=None if setup.earlier is None else setup.earlier.engine,
-            engine="vtune",
+            kind=KINDS[BUNDLED],
         )
         for load in loads:
             load.join()

@@ -23,7 +23,7 @@ from benchmarks.doctor.loads import CASES, HEALTHY, recorded
 from benchmarks.peers.peer_rules import PEERS, Figures, Peer
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from doctor.metrics.sources import Scrapes
-from servers.flags.command import parse_command
+from servers.command import parse_command
 from servers.metrics.exposition import read_series_text, record, split_scrapes
 
 TRUTH: Mapping[str, str] = {

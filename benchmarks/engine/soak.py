@@ -28,7 +28,7 @@ import psutil
 
 from benchmarks.engine.soak_verdict import MIN_RESTS, Rest, judge
 from benchmarks.loadgen.own_server import OwnServer, own_server
-from servers.flags.command import parse_command
+from servers.command import parse_command
 
 FLAGS = {
     "max_model_len": 2048,

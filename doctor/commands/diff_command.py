@@ -104,8 +104,8 @@ def _side(
 ) -> Side:
     from doctor.diagnosis.diff import Side
     from doctor.metrics.sources import PrometheusSource, SeriesFile, Source
-    from servers.flags.command import parse_command
-    from servers.logs.vllm_log import read_log
+    from servers.command import parse_command
+    from servers.server_log import read_log
 
     source: Source
     if prometheus is not None:

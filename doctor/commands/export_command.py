@@ -85,10 +85,10 @@ def _compiler(wanted: Exported, selector: str, login: LogIn) -> RuleCompiler:
     """``selector``: what the exported rules select; a Prometheus is looked at with the one asked for."""
     from doctor.export.export import compiler
     from doctor.metrics.period import seconds
+    from servers.command import parse_command
     from servers.errors import SourceError
-    from servers.flags.command import parse_command
     from servers.flags.words import FlagError
-    from servers.logs.vllm_log import read_log
+    from servers.server_log import read_log
     from servers.slo.bounds import SloError
 
     try:

@@ -15,8 +15,8 @@ from doctor.diagnosis.playbook import SEVERITIES, Playbook, load_all
 from doctor.diagnosis.prescribe import prescriptions
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Source
-from servers.flags.known_flags import Engine
-from servers.log_facts import LogFacts
+from servers.kind import ServerKind
+from servers.logs.log_facts import LogFacts
 from servers.reading import Number
 
 FEW_REQUESTS = 20
@@ -31,7 +31,7 @@ def diagnose(
     log: LogFacts | None = None,
     assume: Mapping[str, float] | None = None,
     window: float | None = None,
-    engine: Engine | None = None,
+    kind: ServerKind | None = None,
     baseline: Source | None = None,
     baseline_flags: Mapping[str, Any] | None = None,
     playbooks: Sequence[Playbook] | None = None,
@@ -47,11 +47,11 @@ def diagnose(
     objectives = slo if isinstance(slo, Slo) else parse_slo(slo)
     observation = source.observe(window, objectives.values)
     books = [book for book in (load_all() if playbooks is None else playbooks) if book.when.parts]
-    examined = patients(observation, flags, objectives, log, assume or {}, engine)
+    examined = patients(observation, flags, objectives, log, assume or {}, kind)
     if baseline is not None:
         earlier = baseline.observe(None, objectives.values)
         examined = with_baseline(
-            examined, patients(earlier, baseline_flags, objectives, None, assume or {}, engine)
+            examined, patients(earlier, baseline_flags, objectives, None, assume or {}, kind)
         )
     findings: list[Finding] = []
     cannot_tell: list[CannotTell] = []

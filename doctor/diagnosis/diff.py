@@ -15,8 +15,8 @@ from doctor.diagnosis.quantity import quantity
 from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Observation, Source
-from servers.flags.known_flags import Flag
-from servers.log_facts import LogFacts
+from servers.known_flags import Flag
+from servers.logs.log_facts import LogFacts
 from servers.reading import Number
 
 SCHEMA = "vtune.doctor-diff/1"

@@ -12,9 +12,10 @@ from doctor.diagnosis.playbook import ASSUMPTIONS, told_by
 from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Observation
-from servers.flags import known_flags as server_flags
-from servers.flags.known_flags import Engine, Flags
-from servers.log_facts import LogFacts
+from servers import known_flags as server_flags
+from servers.kind import ServerKind
+from servers.known_flags import Flags
+from servers.logs.log_facts import LogFacts
 from servers.reading import Missing, Number, Reading
 
 
@@ -79,17 +80,17 @@ def patients(
     slo: Slo,
     log: LogFacts | None,
     assume: Mapping[str, float],
-    engine: Engine | None,
+    kind: ServerKind | None,
 ) -> list[Patient]:
     evaluator = observation.evaluator
     read = evaluator.read_all(list(SIGNALS.values()))
     queries = {name: evaluator.query(signal) for name, signal in SIGNALS.items()}
     configs = evaluator.cache_config()
-    kind: Engine = engine or ("sglang" if observation.family == "SGLang" else "vllm")
+    kind = kind or observation.kind
     seen = []
     for group in evaluator.groups:
         config = _config_of(group, configs)
-        flags = server_flags.resolve(given, log, config, engine=kind, version=observation.version)
+        flags = server_flags.resolve(given, log, config, kind=kind, version=observation.version)
         drafts = _drafts({name: values[group] for name, values in read.items()}, queries, flags)
         readings = {name: values[group] for name, values in read.items()} | drafts[0]
         seen.append(
@@ -202,7 +203,7 @@ def _infer_budget(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
     lower one for the step (its buckets are powers of two), the upper one for the prompt.
     """
     tokens = flags.known["max_num_batched_tokens"]
-    if tokens.certain or flags.engine == "sglang":
+    if tokens.certain or not flags.kind.budget_counts_decodes:
         return flags
     least = 1.0
     running, step, prompt = (
@@ -218,7 +219,7 @@ def _infer_budget(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
 def _infer_speculation(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
     """The speculative families exist only while speculation is on."""
     known = flags.known["num_speculative_tokens"]
-    if known.origin in ("given", "log") or flags.engine == "sglang":
+    if known.origin in ("given", "log") or not flags.kind.drafts_show:
         return flags
     drafted = readings["tokens_drafted_per_draft"]
     if isinstance(drafted, Number):

@@ -11,7 +11,7 @@ from doctor.diagnosis.cost import Toll
 from doctor.diagnosis.fleet import Fleet
 from doctor.diagnosis.judged_slo import Slo
 from doctor.diagnosis.playbook import SEVERITIES, Severity
-from servers.flags.known_flags import Flag
+from servers.known_flags import Flag
 from servers.reading import Missing
 
 SCHEMA = "vtune.doctor/1"

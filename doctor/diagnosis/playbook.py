@@ -25,7 +25,7 @@ from doctor.diagnosis.judged_slo import NAMES as SLO_NAMES
 from doctor.metrics.signals import SIGNALS
 from servers import expression
 from servers.expression import All, AnyOf, Clause, Comparison, Expression, ExpressionError, Lookup
-from servers.flags.known_flags import FLAG_NAMES
+from servers.known_flags import FLAG_NAMES
 
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,10 +11,9 @@ from doctor.diagnosis.engine_view import Patient
 from doctor.diagnosis.finding import Prescription
 from doctor.diagnosis.playbook import Playbook, Remedy
 from doctor.diagnosis.verification_status import standing
+from servers import flag_rules
 from servers.expression import Comparison, Lookup
-from servers.flags import flag_rules, sglang_rules
-from servers.flags.known_flags import SWITCHES, Flags
-from servers.flags.words import render
+from servers.known_flags import SWITCHES, Flags
 from servers.reading import Number, Reading
 
 
@@ -91,7 +89,7 @@ def _prescription(remedy: Remedy, patient: Patient, condition: str | None) -> Pr
     uncertain = {n: known[n].origin for n in sorted(used & known.keys()) if not known[n].certain}
     text = "; ".join(filter(None, [remedy.do, remedy.because, condition, *notes, *dict.fromkeys(refused)]))
     changes, was = _as_typed(changes, {name: flags.value(name) for name in changes}, flags)
-    return Prescription(changes, was, _arguments(changes, flags), text, uncertain)
+    return Prescription(changes, was, flags.kind.spelling.arguments(changes), text, uncertain)
 
 
 def _wanted(remedy: Remedy, patient: Patient) -> dict[str, Any] | None:
@@ -134,12 +132,3 @@ def _as_typed(
     current = flags.raw.get(config)
     current = dict(current) if isinstance(current, Mapping) else {}
     return {config: {**current, key: changes[key]}}, {config: {**current, key: was[key]}}
-
-
-def _arguments(changes: Mapping[str, Any], flags: Flags) -> str:
-    """The flags as one types them; a dropped flag is named in words."""
-    if flags.engine == "sglang":
-        return sglang_rules.arguments(changes)
-    kept = {name: value for name, value in changes.items() if value is not None}
-    dropped = [f"drop --{name.replace('_', '-')}" for name, value in changes.items() if value is None]
-    return ", ".join(filter(None, [shlex.join(render(kept)), *dropped]))

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from doctor.metrics.promql import GROUP_LABELS, PromQL
 from doctor.metrics.signals import SIGNALS, Node, metrics_of
 from servers.expression import All, Clause, Comparison, Expression
-from servers.flags.known_flags import Flags
+from servers.known_flags import Flags
 from servers.metrics.catalog import METRICS
 from servers.reading import Number
 

@@ -11,8 +11,9 @@ from doctor.diagnosis.judged_slo import parse_slo
 from doctor.export.compile import RuleCompiler
 from doctor.metrics.promql import PromQL
 from doctor.metrics.sources import Source, subquery_step
-from servers.flags import known_flags as server_flags
-from servers.log_facts import LogFacts
+from servers import known_flags as server_flags
+from servers.kinds import VLLM
+from servers.logs.log_facts import LogFacts
 from servers.metrics import catalog
 
 DEFAULT_WINDOW_S = 300.0
@@ -46,5 +47,5 @@ def compiler(
         return RuleCompiler(promql, examined[0].flags, constants)
     if version is not None:
         promql = replace(promql, available=catalog.names_of(version))
-    known = server_flags.resolve(flags, log, None, engine="vllm", version=version)
+    known = server_flags.resolve(flags, log, None, kind=VLLM, version=version)
     return RuleCompiler(promql, known, constants)

@@ -14,6 +14,7 @@ from doctor.metrics.signals import Node, Signal
 from doctor.metrics.sources import Observation, Source
 from servers.errors import SourceError
 from servers.input_file import read_input
+from servers.kinds import VLLM
 from servers.reading import Missing, Number, Reading
 
 _SECONDS = {
@@ -46,7 +47,7 @@ class BenchmarkResult(Source):
         group = Group("", str(result.get("model_id", "")), "")
         evaluator = StatedEvaluator(self.name, group, values)
         facts = _facts(result, seconds, completed)
-        return Observation(self.name, evaluator, "vllm bench serve", seconds, (), None, facts)
+        return Observation(self.name, evaluator, "vllm bench serve", seconds, VLLM, (), None, facts)
 
     def _read(self) -> dict[str, Any]:
         try:

@@ -33,6 +33,7 @@ from doctor.metrics.signals import (
     Sum,
     metrics_of,
 )
+from servers.kinds import find_family
 from servers.metrics import catalog, range_functions
 from servers.metrics.catalog import METRICS
 from servers.metrics.exposition import Recording, Series
@@ -137,10 +138,11 @@ class Evaluator(ABC):
     def _called(self, key: str) -> str:
         """A metric's name, as a server of this kind would have it."""
         names = METRICS[key].names
-        if any(name.startswith("sglang") for name in self.available):
-            own = (name for name in names if name.startswith("sglang"))
-            return next(own, f"SGLang's counterpart of {names[0]}")
-        return names[0]
+        found = find_family(self.available)
+        if found is None:
+            return names[0]
+        kind, _ = found
+        return next(iter(kind.metrics.get(key, ())), f"{kind.label}'s counterpart of {names[0]}")
 
     def _compared(self, name: str, node: Node) -> dict[str, Missing]:
         """The models whose engines cannot be compared with each other, and why: there is one, or too few of

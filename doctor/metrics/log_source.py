@@ -7,7 +7,7 @@ from pathlib import Path
 
 from doctor.metrics.sources import Observation, Scrapes, Source
 from servers.errors import SourceError
-from servers.logs.vllm_log import read_log
+from servers.server_log import read_log
 
 
 class LogSource(Source):

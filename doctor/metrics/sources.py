@@ -18,7 +18,8 @@ from doctor.metrics.period import Period
 from doctor.metrics.promql import PromQL
 from loadgen.measure.clock import UnixClock
 from servers.errors import SourceError
-from servers.metrics.catalog import family
+from servers.kind import ServerKind
+from servers.kinds import LABELS, find_family
 from servers.metrics.exposition import ExpositionError, Recording, read_series_text, record, split_scrapes
 
 TIMEOUT_S = 10.0
@@ -40,6 +41,8 @@ class Observation:
     family: str
     """Engine and version range, from the metric names."""
     window_s: float
+    kind: ServerKind
+    """Whose metrics they are."""
     notes: tuple[str, ...] = ()
     version: str | None = None
     """The server's own version, where it says."""
@@ -166,6 +169,7 @@ class MetricsUrl(Source):
             observation.evaluator,
             observation.family,
             observation.window_s,
+            observation.kind,
             observation.notes,
             self._version(),
         )
@@ -289,10 +293,11 @@ def _is_sample(element: Any) -> bool:
 
 
 def _observation(name: str, evaluator: Evaluator, window_s: float, notes: Sequence[str]) -> Observation:
-    known = family(evaluator.available)
+    known = find_family(evaluator.available)
     if known is None or not evaluator.groups:
-        raise SourceError(f"{name}: no vLLM or SGLang metric in the last {window_s:g} s")
-    return Observation(name, evaluator, known, window_s, tuple(notes))
+        raise SourceError(f"{name}: no {LABELS} metric in the last {window_s:g} s")
+    kind, family = known
+    return Observation(name, evaluator, family, window_s, kind, tuple(notes))
 
 
 def subquery_step(window_ms: int) -> int:

@@ -21,7 +21,7 @@ from loadgen.target import Target
 from loadgen.targets.either import EitherTarget
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import PREFIX, SimulatedTarget
-from servers.flags.command import ServerCommand, parse_command
+from servers.command import ServerCommand, parse_command
 from servers.input_file import read_input
 
 SCHEMA = "vtune.canary/1"

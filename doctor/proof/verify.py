@@ -23,6 +23,7 @@ from loadgen.compare import Comparison, compare
 from loadgen.measure.record import Records
 from loadgen.plan.workload import Schedule
 from servers.flags.words import render
+from servers.kinds import BUNDLED
 
 _SYMPTOM_SEED = 0
 Tell = Callable[[str], None]
@@ -114,7 +115,7 @@ class _Trial:
             self._flags(self.experiment.sick),
             self.experiment.slo,
             assume=self.experiment.assume,
-            engine=None if self.stage.simulated else "vtune",
+            kind=None if self.stage.simulated else BUNDLED,
             baseline=None if before is None else Scrapes(before.scrapes, "the time before"),
             baseline_flags=None if earlier is None else self._flags(earlier),
         )

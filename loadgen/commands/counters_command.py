@@ -68,7 +68,7 @@ def counters(
     """
     from loadgen.measure.counters import Counters, CountersError, differences
     from loadgen.targets.counting import count
-    from servers.flags.command import parse_command
+    from servers.command import parse_command
 
     check_writable(None, out, junit)
     changed: list[Difference] = []

@@ -12,7 +12,7 @@ from loadgen.measure.stats import Summary
 from loadgen.output import report
 from loadgen.output.escape import printable
 from loadgen.targets.simulated import PREFIX, SimulatedTarget
-from servers.flags.command import parse_command
+from servers.command import parse_command
 
 if TYPE_CHECKING:
     from loadgen.commands.options import Load

@@ -14,8 +14,8 @@ from loadgen.target import CLIENT_KILLED, OpenTarget, RunFailed, StartFailed, Ta
 from loadgen.targets.http import Http, NoAnswer
 from loadgen.targets.process import ServerProcess
 from loadgen.targets.scraper import Scraper, scrape
+from servers.failures import classify
 from servers.flags.words import render
-from servers.logs.failures import classify
 
 if TYPE_CHECKING:
     from loadgen.measure.record import Records

@@ -13,29 +13,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from loadgen.target import AtOnce, StartFailed, Target
 from loadgen.targets.endpoint import OpenServer
 from loadgen.targets.http import Http
 from loadgen.targets.process import ServerProcess
+from servers.command import ServerCommand
 from servers.flags.offered_flags import OfferedFlags, read_offered_flags
-from servers.flags.sglang_flags import render_sglang
-from servers.flags.words import FlagError, render, split_words
+from servers.flags.words import FlagError, split_words
+from servers.kind import ServerKind
+from servers.kinds import BUNDLED, VLLM, find_start
 
 DEFAULT_PORT = 8000
 """The port in commands that are shown; vLLM's and ours."""
 _PORT_ATTEMPTS = 3
-Kind = Literal["bundled", "vllm", "sglang", ""]
-"""Whose flags a server takes; "" where its command does not say."""
-_HELP: dict[Kind, tuple[tuple[str, ...], ...]] = {
-    "bundled": (("--help",),),
-    "vllm": (("--help=all",), ("--help",)),  # before 0.9 there was no page of all flags
-    "sglang": (("--help",),),
-}
-_LOOPBACK = ("--host", "127.0.0.1")
-_SERVE: dict[str, Kind] = {"vtune": "bundled", "vllm": "vllm", "sglang": "sglang"}
-"""Program -> whose flags follow its ``serve``."""
 
 
 class ServerTarget(Target):
@@ -44,7 +36,7 @@ class ServerTarget(Target):
     ``template`` is that command, as one would type it: ``VAR=x my-server {flags} --port {port}``. ``{flags}``
     and ``--port {port}`` are appended where they are missing; a literal ``--port N`` is replaced, since every
     server gets a free port. No shell is involved; ``vtune`` is the one of this interpreter. Configs are in
-    vLLM's names; SGLang is given its own. vLLM listens on 127.0.0.1 unless the template says otherwise. Each
+    vLLM's names; a server is given its own. It listens on 127.0.0.1 unless the template says otherwise. Each
     start logs to a new file in ``log_dir`` (default: a temporary directory). Seconds: ``start_timeout`` until
     healthy, ``probe_timeout`` until the first answer, ``grace`` between SIGTERM and SIGKILL. Raises FlagError
     for a template that is empty or cannot be split.
@@ -69,15 +61,18 @@ class ServerTarget(Target):
             raise FlagError(
                 f"{template!r} names no program: write e.g. 'my-server {{flags}} --port {{port}}'"
             )
-        self._words = _with_placeholders(words)
-        self.kind, self._program_words = _kind(words)
-        self._render = render_sglang if self.kind == "sglang" else render
+        start = find_start(words)
+        self.kind = start.kind if start else None
+        """Whose flags it takes; None where its command does not say."""
+        self._spelling = (self.kind or VLLM).spelling
+        self._program_words = start.end if start else 0
+        self._words = _with_placeholders(words, self._option("port"))
         self._env = {**template_env, **(env or {})}
         self._executable = list(executable) or (_own_command() if words[0] == "vtune" else [])
         """What runs in place of the template's first word; what is shown is the template."""
         self.name = name or Path(words[0]).name
-        # Two instances of vLLM or SGLang would each claim their share of one device.
-        self.exclusive = self.kind in ("vllm", "sglang") if exclusive is None else exclusive
+        shares = self.kind is not None and self.kind.exclusive
+        self.exclusive = shares if exclusive is None else exclusive
         self._log_dir = log_dir
         self._start_timeout, self._probe_timeout, self._grace = start_timeout, probe_timeout, grace
         self._api_key = api_key
@@ -86,22 +81,18 @@ class ServerTarget(Target):
     @classmethod
     def bundled(cls, model: str = "bundled", **options: Any) -> ServerTarget:
         """The engine of this package, run by this interpreter."""
-        options = {"name": "bundled", **options}
-        return cls(f"vtune serve {shlex.quote(model)} {{flags}} --port {{port}}", **options)
+        return cls.of(BUNDLED, model, **options)
 
     @classmethod
-    def vllm(cls, model: str, *, template: str = "", **options: Any) -> ServerTarget:
-        """vLLM, as installed beside us, or as ``template`` starts it."""
-        options = {"name": "vllm", **options}
-        return cls(template or f"vllm serve {shlex.quote(model)} {{flags}} --port {{port}}", **options)
+    def of(cls, kind: ServerKind, model: str, *, command: str = "", **options: Any) -> ServerTarget:
+        """A server of ``kind`` as installed beside us, or as ``command`` (without the flags) starts it."""
+        words = command or shlex.join(ServerCommand(kind.command, model).words())
+        more = [switch for switch in kind.always if switch not in words]
+        return cls(" ".join([words, *more]), **{"name": kind.name, **options})
 
-    @classmethod
-    def sglang(cls, model: str, *, template: str = "", **options: Any) -> ServerTarget:
-        """SGLang, as installed beside us, or as ``template`` starts it. Its metrics must be asked for."""
-        options = {"name": "sglang", **options}
-        words = template or f"python -m sglang.launch_server --model-path {shlex.quote(model)}"
-        metrics = "" if "--enable-metrics" in words else "--enable-metrics "
-        return cls(f"{words.replace(' {flags}', '')} {metrics}{{flags}} --port {{port}}", **options)
+    def _option(self, flag: str) -> str:
+        """How the server's command line has one of vLLM's flags."""
+        return "--" + self._spelling.own(flag).replace("_", "-")
 
     def launch_command(self, config: Mapping[str, Any]) -> str:
         """Raises FlagError for a flag of vLLM's that the server has nothing like."""
@@ -110,7 +101,7 @@ class ServerTarget(Target):
 
     def offered_flags(self) -> OfferedFlags | None:
         """What the installed program takes, in its own names; None where it cannot be asked."""
-        if not self.kind:
+        if self.kind is None:
             return None
         words = [*self._executable, *self._words[1 : self._program_words]]
         if not self._executable:
@@ -118,8 +109,9 @@ class ServerTarget(Target):
         program = self._which(words[0])
         if program is None:
             return None
-        ours = self.kind == "bundled"  # quick to ask, and its flags change without its program
-        return read_offered_flags([program, *words[1:]], _HELP[self.kind], self._env, cached=not ours)
+        return read_offered_flags(
+            [program, *words[1:]], self.kind.help, self._env, cached=self.kind.help_cached
+        )
 
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenServer]:
@@ -153,8 +145,8 @@ class ServerTarget(Target):
             words = self._fill(config, port)
         except FlagError as error:
             raise StartFailed("bad_flag", str(error)) from None
-        if self.kind == "vllm" and "--host" not in words:  # its default is every address of the machine
-            words += _LOOPBACK
+        if self.kind is not None and self.kind.public and self._option("host") not in words:
+            words += [self._option("host"), "127.0.0.1"]
         command = [*self._executable, *words[1:]] if self._executable else words
         program = self._which(command[0])
         if program is None:
@@ -175,7 +167,9 @@ class ServerTarget(Target):
         """The template's words with the flags and the port in them."""
         filled: list[str] = []
         for word in self._words:
-            filled += self._render(config) if word == "{flags}" else [word.replace("{port}", str(port))]
+            filled += (
+                self._spelling.render(config) if word == "{flags}" else [word.replace("{port}", str(port))]
+            )
         return filled
 
     def _next_log(self) -> Path:
@@ -214,30 +208,13 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def _with_placeholders(words: Sequence[str]) -> list[str]:
+def _with_placeholders(words: Sequence[str], port: str) -> list[str]:
     """The template's words with ``{flags}`` and ``--port {port}`` in it, whatever port it named itself."""
     joined = "\0".join(words)
     own_port = "{port}" in joined
     if not own_port:
-        joined = re.sub(r"\0--port(\0|=)[^\0]*", "", joined)
+        joined = re.sub(rf"\0{port}(\0|=)[^\0]*", "", joined)
     filled = joined.split("\0")
     if "{flags}" not in filled:
         filled.append("{flags}")
-    return filled if own_port else [*filled, "--port", "{port}"]
-
-
-def server_kind(template: str) -> Kind:
-    """Whose flags the server of a command template takes. Raises FlagError for quotes that do not match."""
-    return _kind(split_words(template)[1])[0]
-
-
-def _kind(words: Sequence[str]) -> tuple[Kind, int]:
-    """(whose server it is, how many words come before the server's own flags); ("", 0) for an unknown one."""
-    for at, (word, following) in enumerate(itertools.pairwise(words)):
-        if following == "serve" and (kind := _SERVE.get(Path(word).name)):
-            return kind, at + 2
-        if word == "-m" and following.startswith("vllm.entrypoints."):
-            return "vllm", at + 2
-        if word == "-m" and following.startswith("sglang."):
-            return "sglang", at + 2
-    return "", 0
+    return filled if own_port else [*filled, port, "{port}"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 Kind = Literal["switch", "int", "size", "float", "json", "text", "many"]
@@ -82,11 +82,11 @@ _SHELL_STOP = re.compile(r"\|\|?|&&?|;|[\d&]*>.*")
 _CONTINUATION = re.compile(r"\\[ \t]*\r?\n")
 
 
-def render(flags: Mapping[str, Any]) -> list[str]:
+def render(flags: Mapping[str, Any], many: Collection[str] = ()) -> list[str]:
     """The flags as words for an argument vector, in the mapping's order.
 
     True becomes ``--flag``, False ``--no-flag``, None nothing, a mapping or list JSON (for a flag that takes
-    several words: those words). ``parse_command`` of the result gives the same flags.
+    several words, vLLM's or one of ``many``: those words). ``parse_command`` of the result gives them back.
     """
     words: list[str] = []
     for name, value in flags.items():
@@ -95,7 +95,7 @@ def render(flags: Mapping[str, Any]) -> list[str]:
             continue
         if isinstance(value, bool):
             words.append(option if value else "--no-" + option[2:])
-        elif KINDS.get(name) == "many" and isinstance(value, (list, tuple)):
+        elif (name in many or KINDS.get(name) == "many") and isinstance(value, (list, tuple)):
             words += [option, *map(str, value)]
         elif isinstance(value, (Mapping, list, tuple)):
             words += [option, json.dumps(value)]
@@ -128,8 +128,8 @@ def split_words(text: str) -> tuple[dict[str, str], list[str]]:
     return env, words
 
 
-def parse_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """(flags by name, words that belong to no flag)."""
+def parse_flags(words: Sequence[str], many: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """(flags by name, words that belong to no flag). ``many``: more flags that take several words."""
     flags: dict[str, Any] = {}
     positional: list[str] = []
     pending = iter(_Words(words))
@@ -148,7 +148,7 @@ def parse_flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
                 raise FlagError(f"{word}: takes no value. Write {written}")
             _store(flags, name[3:], keys, False)
             continue
-        kind = KINDS.get(name) if not keys else None
+        kind: Kind | None = "many" if name in many else KINDS.get(name) if not keys else None
         values = [text] if has_value else pending.values(kind)
         _store(flags, name, keys, _value(written, kind, values))
     return flags, positional

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from servers.flags.sglang_flags import from_sglang
-from servers.log_facts import LogFacts, page, pairs
+from servers.logs.log_facts import LogFacts, page, pairs
 
 _STAMP = (
     r"\[(?:(?P<year>\d{4})-(?P<month>\d\d)-(?P<day>\d\d)[ T])?(?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d)"
@@ -74,7 +73,7 @@ def parse_log(text: str) -> LogFacts:
             durations["startup_seconds"] = max(0.0, whole - durations.get("load_seconds", 0.0))
     pool = arguments.pop("max_total_tokens", None)
     return LogFacts(
-        flags=from_sglang(arguments),
+        flags=arguments,
         complete=began is not None,
         kv_cache_tokens=pool if isinstance(pool, int) else None,
         durations=durations,

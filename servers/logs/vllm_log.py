@@ -1,7 +1,4 @@
-"""A server's own log: the flags it was started with, its version, its KV pool, its periodic load lines.
-
-vLLM's is read here, SGLang's by ``servers.logs.sglang_log``.
-"""
+"""vLLM's log, and the bundled engine's: flags, version, KV pool and periodic load lines."""
 
 from __future__ import annotations
 
@@ -9,13 +6,9 @@ import ast
 import calendar
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from servers.errors import SourceError
-from servers.input_file import GZIP, gunzipped, read_input
-from servers.log_facts import LogFacts, page, pairs
-from servers.logs import sglang_log
+from servers.logs.log_facts import LogFacts, page, pairs
 
 _VERSION = re.compile(r"(?:version|engine \(v|server version) ?(\d+\.\d+[\w.+]*)")
 _NON_DEFAULT = re.compile(r"non-default args: (\{.*\})")
@@ -36,7 +29,6 @@ _DURATIONS = {
         r"(?:Loading (?:model )?weights|Model loading) took (?:[\d.]+ GiB(?: memory)? and )?([\d.]+) s"
     ),
 }
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _SPECULATION = re.compile(r"speculative_config=SpeculativeConfig\(([^)]*)\)")
 _PERIODIC = re.compile(
     r"(?P<month>\d\d)-(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d).*?"
@@ -77,31 +69,8 @@ _DUMP_KEYS = {
 }
 
 
-def read_log(path: Path) -> LogFacts:
-    """Read a log file, plain or gzip. Raises SourceError."""
-    try:
-        raw = read_input(path)
-        raw, complaint = gunzipped(raw) if raw[:2] == GZIP else (raw, "")
-    except OSError as error:
-        raise SourceError(f"--log {path}: cannot be read ({error.strerror or error})") from None
-    if complaint and not raw:
-        raise SourceError(f"--log {path}: damaged gzip data ({complaint}); nothing could be read")
-    if b"\x00" in raw[:4096]:
-        raise SourceError(f"--log {path}: binary data, neither text nor gzip")
-    facts = parse_log(raw.decode("utf-8", errors="replace"))
-    if not facts.flags and facts.version is None and not facts.scrapes:
-        raise SourceError(f"--log {path}: no line of a vLLM or SGLang log in it")
-    return facts
-
-
 def parse_log(text: str) -> LogFacts:
-    """Take the facts out of a log's text, whichever engine wrote it; of a restarted server the last start
-    counts."""
-    text = _COLOUR.sub("", text)
-    return sglang_log.parse_log(text) if sglang_log.wrote(text) else _vllm_log(text)
-
-
-def _vllm_log(text: str) -> LogFacts:
+    """Take the facts out of a log's text; of a restarted server the last start counts."""
     flags: dict[str, Any] = {}
     complete, version, pool = False, None, None
     durations: dict[str, float] = {}

@@ -19,6 +19,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from servers.input_file import GZIP, gunzipped, read_input
+from servers.kinds import LABELS
 from servers.metrics import catalog
 from servers.metrics.range_functions import Times, Values
 
@@ -139,7 +140,7 @@ def record(scrapes: Iterable[tuple[int, str]], notes: Iterable[str] = ()) -> Rec
             names.update(match[0] for line in text.split("\n") if (match := _LINE_NAME.match(line)))
     if not parsed:
         example = f" (it has names such as {', '.join(sorted(names)[:3])})" if names else ""
-        raise ExpositionError(f"no vLLM or SGLang metric in {seen} scrape(s){example}")
+        raise ExpositionError(f"no {LABELS} metric in {seen} scrape(s){example}")
     if bad_lines:
         said.append(f"{bad_lines} line(s) could not be read and were left out")
     if seen > len(parsed):

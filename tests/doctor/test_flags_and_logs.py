@@ -13,11 +13,11 @@ from synthetic_server import Server
 from doctor.diagnosis.diagnose import diagnose
 from doctor.metrics.log_source import LogSource
 from doctor.metrics.sources import Scrapes
+from servers import known_flags
 from servers.errors import SourceError
-from servers.flags import known_flags
-from servers.log_facts import LogFacts
-from servers.logs.vllm_log import parse_log, read_log
-from servers.metrics import catalog
+from servers.kinds import KINDS, VLLM, find_family
+from servers.logs.log_facts import LogFacts
+from servers.server_log import parse_log, read_log
 
 V1_LOG = "\n".join(
     [
@@ -113,7 +113,7 @@ def test_a_log_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def origin(name: str, **known: Any) -> tuple[Any, str]:
     arguments: dict[str, Any] = {"given": None, "log": None, "cache_config": None, **known}
-    flag = known_flags.resolve(**arguments, engine="vllm", version=None).known[name]
+    flag = known_flags.resolve(**arguments, kind=VLLM, version=None).known[name]
     return flag.value, flag.origin
 
 
@@ -137,7 +137,7 @@ def test_what_cache_config_info_gives_away() -> None:
         "kv_cache_size_tokens": "93184",
         "kv_cache_max_concurrency": "22.75",
     }
-    known = known_flags.resolve(None, None, labels, engine="vllm", version=None).known
+    known = known_flags.resolve(None, None, labels, kind=VLLM, version=None).known
     assert known["kv_cache_tokens"].value == 32 * 128  # one block is the null block
     assert known["max_model_len"].value == 4096
     override = known["num_gpu_blocks_override"]
@@ -157,26 +157,25 @@ CPU_METRICS = {"block_size": "128", "user_specified_block_size": "False"}
         ("vllm", "cuda", {}, (256, "guessed"), (2048, "guessed")),
         ("vllm", None, {}, (256, "guessed"), (2048, "guessed")),
         ("vllm", None, {"max_num_batched_tokens": 100}, (100, "guessed"), (100, "given")),
-        ("vtune", None, {}, (128, "default"), (2048, "default")),
+        ("bundled", None, {}, (128, "default"), (2048, "default")),
     ],
 )
 def test_a_default_is_the_platforms_or_a_guess(
     engine: Any, device: str | None, given: dict[str, Any], seqs: tuple[int, str], tokens: tuple[int, str]
 ) -> None:
     log = LogFacts(complete=True, version="0.32.0", device=device)
-    known = known_flags.resolve(given, log, None, engine=engine, version=None).known
+    known = known_flags.resolve(given, log, None, kind=KINDS[engine], version=None).known
     assert (known["max_num_seqs"].value, known["max_num_seqs"].origin) == seqs
     assert (known["max_num_batched_tokens"].value, known["max_num_batched_tokens"].origin) == tokens
 
 
 def test_metrics_that_look_like_a_cpu_shift_the_guess_and_no_more() -> None:
-    known = known_flags.resolve({}, None, CPU_METRICS, engine="vllm", version="0.32.0").known
+    known = known_flags.resolve({}, None, CPU_METRICS, kind=VLLM, version="0.32.0").known
     assert (known["max_num_seqs"].value, known["max_num_seqs"].origin) == (128, "guessed")
     assert known["max_num_seqs"].number.high >= 1024
     old = LogFacts(complete=True, version="0.9.1", device="cpu")
     assert (
-        known_flags.resolve({}, old, None, engine="vllm", version=None).known["max_num_seqs"].origin
-        == "guessed"
+        known_flags.resolve({}, old, None, kind=VLLM, version=None).known["max_num_seqs"].origin == "guessed"
     )
 
 
@@ -191,9 +190,7 @@ def test_no_cap_is_inferred_below_every_default() -> None:
 
 def test_a_budget_without_chunked_prefill_holds_a_whole_prompt() -> None:
     given = {"enable_chunked_prefill": False, "max_model_len": 8192}
-    tokens = known_flags.resolve(given, None, None, engine="vllm", version=None).known[
-        "max_num_batched_tokens"
-    ]
+    tokens = known_flags.resolve(given, None, None, kind=VLLM, version=None).known["max_num_batched_tokens"]
     assert (tokens.value, tokens.number.low) == (8192, 8192)
 
 
@@ -210,13 +207,13 @@ SPIKES = replace(
 
 @pytest.mark.parametrize(
     ("engine", "version", "threshold"),
-    [("vllm", "0.32.0", True), ("vllm", "0.6.3", False), ("vtune", None, True), ("sglang", None, False)],
+    [("vllm", "0.32.0", True), ("vllm", "0.6.3", False), ("bundled", None, True), ("sglang", None, False)],
 )
 def test_only_flags_that_the_server_has_are_prescribed(
     engine: Any, version: str | None, threshold: bool
 ) -> None:
     log = parse_log(f"version {version}") if version else None
-    found = diagnose(Scrapes(SPIKES.scrapes()), {"max_num_seqs": 64}, log=log, engine=engine)
+    found = diagnose(Scrapes(SPIKES.scrapes()), {"max_num_seqs": 64}, log=log, kind=KINDS[engine])
     (finding,) = [finding for finding in found.findings if finding.id == "itl-spikes-long-prefill"]
     given = " ".join(prescription.args for prescription in finding.prescriptions)
     assert ("--long-prefill-token-threshold" in given) == threshold
@@ -235,8 +232,10 @@ def test_only_flags_that_the_server_has_are_prescribed(
     ],
 )
 def test_the_names_tell_the_version(names: list[str], label: str) -> None:
-    assert label in str(catalog.family(names))
-    assert catalog.family(["up", "go_threads"]) is None
+    found = find_family(names)
+    assert found is not None
+    assert label in found[1]
+    assert find_family(["up", "go_threads"]) is None
 
 
 OLD_NAMES = {

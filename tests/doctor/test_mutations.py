@@ -19,8 +19,8 @@ from synthetic_server import Server
 
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from doctor.metrics.sources import Observation, Scrapes, SeriesFile, Source, observe_recording
+from servers.command import parse_command
 from servers.errors import SourceError
-from servers.flags.command import parse_command
 from servers.metrics.catalog import METRICS
 from servers.metrics.exposition import Recording, Series, record
 

@@ -19,9 +19,9 @@ from doctor.metrics.benchmark import BenchmarkResult
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import PrometheusSource, Scrapes
 from servers.errors import SourceError
-from servers.logs.vllm_log import parse_log
 from servers.metrics.exposition import record
 from servers.reading import Number
+from servers.server_log import parse_log
 
 BASE = Server()
 SLOW = {"itl": {0.35: 1000}, "queue_time": {8.0: 10}}

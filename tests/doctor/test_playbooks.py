@@ -15,7 +15,7 @@ from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from doctor.diagnosis.playbook import PlaybookError, check_together, load_all, parse_playbook
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Scrapes
-from servers.flags.known_flags import FLAG_NAMES
+from servers.known_flags import FLAG_NAMES
 
 SPECIAL = {
     *(

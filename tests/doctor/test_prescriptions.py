@@ -17,8 +17,9 @@ from doctor.diagnosis.playbook import Playbook, load_all
 from doctor.diagnosis.prescribe import prescriptions
 from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS, Unit
-from servers.flags.command import parse_command
-from servers.flags.known_flags import Engine, Flags, resolve
+from servers.command import parse_command
+from servers.kinds import BUNDLED, SGLANG, VLLM
+from servers.known_flags import Flags, resolve
 from servers.reading import Missing, Number, Reading
 
 DIRECTION = {
@@ -99,7 +100,7 @@ def command(chance: Random) -> dict[str, Any]:
 
 
 def patient(chance: Random) -> Patient:
-    engine: Engine = chance.choice(["vllm", "vllm", "vtune", "sglang"])
+    kind = chance.choice([VLLM, VLLM, BUNDLED, SGLANG])
     cpu = {"block_size": "128", "user_specified_block_size": "False"}
     config = chance.choice([{}, {"block_size": "16"}, cpu])
     given = command(chance) if chance.random() < 0.8 else None
@@ -109,7 +110,7 @@ def patient(chance: Random) -> Patient:
         name="host:1",
         readings=readings(chance),
         queries={},
-        flags=resolve(given, None, config, engine=engine, version=None),
+        flags=resolve(given, None, config, kind=kind, version=None),
         constants={
             "slo_itl_p99": slo,
             "slo_ttft_p95": 2.0,
@@ -130,7 +131,7 @@ def complaint(flags: Flags, changes: Mapping[str, Any]) -> str | None:
     def after(name: str) -> float:
         return float(changes[name]) if changes.get(name) is not None else current(flags, name)
 
-    if flags.engine == "sglang":
+    if flags.kind is SGLANG:
         return None
     tokens, seqs, length = map(after, ("max_num_batched_tokens", "max_num_seqs", "max_model_len"))
     if tokens < seqs:
@@ -162,7 +163,7 @@ def check(book: Playbook, prescription: Prescription, flags: Flags) -> None:
             assert value >= 1 or name == "gpu_memory_utilization"
     if complaint(flags, {}) is None:
         assert complaint(flags, changes) is None
-    if changes and None not in changes.values() and flags.engine != "sglang":
+    if changes and None not in changes.values() and flags.kind is not SGLANG:
         typed = parse_command(f"vllm serve m {prescription.args}").flags
         assert json.dumps(typed, sort_keys=True) == json.dumps(dict(prescription.changes), sort_keys=True)
 

@@ -11,8 +11,8 @@ from recordings import TRUTH, log_path, meta, needs_recordings, scrapes, series_
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from doctor.metrics.log_source import LogSource
 from doctor.metrics.sources import Scrapes, SeriesFile
-from servers.flags.command import parse_command
-from servers.logs.vllm_log import read_log
+from servers.command import parse_command
+from servers.server_log import read_log
 
 pytestmark = needs_recordings
 

@@ -20,8 +20,9 @@ from loadgen.target import AtOnce, RunFailed, StartFailed
 from loadgen.targets import server as server_module
 from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.server import ServerTarget, free_port
+from servers.failures import classify
 from servers.flags.words import FlagError
-from servers.logs.failures import classify
+from servers.kinds import VLLM
 
 FAKE = Path(__file__).parents[1] / "fake_server.py"
 
@@ -247,11 +248,11 @@ def test_templates(template: str, command: str) -> None:
 
 def test_known_servers() -> None:
     assert ServerTarget.bundled().launch_command({"seed": 1}) == "vtune serve bundled --seed 1 --port 8000"
-    vllm = ServerTarget.vllm("org/model")
+    vllm = ServerTarget.of(VLLM, "org/model")
     assert vllm.launch_command({}) == "vllm serve org/model --port 8000"
     assert vllm.exclusive
     assert ServerTarget("python -m vllm.entrypoints.openai.api_server --model M {flags}").exclusive
-    assert not ServerTarget.vllm("M", exclusive=False).exclusive
+    assert not ServerTarget.of(VLLM, "M", exclusive=False).exclusive
     assert not ServerTarget.bundled().exclusive
     with pytest.raises(FlagError, match="names no program"):
         ServerTarget("A=1")

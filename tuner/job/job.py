@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
-from loadgen.targets.server import server_kind
 from loadgen.targets.simulated import PREFIX, gpu_defaults
+from servers.flags.words import split_words
+from servers.kinds import KINDS, find_start
 
 SCHEMA = "vtune.job/1"
 DEFAULT_BUDGET = 600.0
@@ -26,7 +27,7 @@ class Job:
 
     slo: str = "itl"
     target: str = "bundled"
-    """``bundled``, ``vllm``, ``simulated:DEVICE``, or a command template with ``{flags}``."""
+    """A name in ``servers.kinds.KINDS``, ``simulated:DEVICE``, a URL, or a command with ``{flags}``."""
     model: str = "bundled"
     flags: Mapping[str, Any] = field(default_factory=dict)
     """The user's current flags, as given: the baseline."""
@@ -64,12 +65,13 @@ class Job:
 
     @property
     def server(self) -> str:
-        """Whose flags and defaults apply: a kind of ``tuner.space.knobs.EVERY``."""
+        """Whose flags and defaults apply: a name in ``servers.kinds.KINDS``."""
         if self.simulated:
             return "vllm" if gpu_defaults(self.target) else "bundled"
-        if self.target in ("bundled", "vllm", "sglang"):
-            return self.target
-        return ("" if self.running else server_kind(self.target)) or "vllm"
+        if self.target in KINDS or self.running:
+            return self.target if self.target in KINDS else "vllm"
+        start = find_start(split_words(self.target)[1])
+        return start.kind.name if start else "vllm"
 
     @property
     def running(self) -> bool:

@@ -13,7 +13,8 @@ from doctor.diagnosis.judged_slo import parse_slo as parse_objectives
 from doctor.diagnosis.playbook import PlaybookError
 from doctor.metrics.sources import Scrapes
 from servers.errors import SourceError
-from servers.flags.defaults import Engine
+from servers.kind import ServerKind
+from servers.kinds import VLLM
 from servers.slo.bounds import Bound, family_of
 
 JUDGED = ("itl", "tpot", "ttft")
@@ -56,7 +57,7 @@ def examine(
     scrapes: Sequence[tuple[int, str]],
     flags: Mapping[str, Any],
     bounds: Sequence[Bound] = (),
-    engine: Engine | None = "vllm",
+    kind: ServerKind | None = VLLM,
 ) -> tuple[tuple[TrialFinding, ...], str]:
     """(findings, causes first; why there are none where the scrapes cannot be judged, else "").
 
@@ -66,7 +67,7 @@ def examine(
     """
     try:
         source = Scrapes(sorted(dict(scrapes).items()), "trial")
-        found = diagnose(source, flags, objectives(bounds), engine=engine)
+        found = diagnose(source, flags, objectives(bounds), kind=kind)
     except (SourceError, PlaybookError) as error:
         return (), str(error)
     return tuple(TrialFinding.of(finding) for finding in found.findings), ""

@@ -14,7 +14,8 @@ from typing import Any
 from loadgen.plan.workload import PRESETS as WORKLOADS
 from loadgen.plan.workload_file import is_file, read_workload
 from loadgen.targets.simulated import gpu_defaults
-from servers.flags.command import ServerCommand, parse_command
+from servers.command import ServerCommand, parse_command
+from servers.kinds import KINDS
 from servers.slo.objective import parse_slo
 from tuner.job.job import DEFAULT_BUDGET, DEFAULT_RUN_SECONDS, DEFAULT_SIMULATED_BUDGET, Job, UsageError
 from tuner.job.options import Options, Replay
@@ -30,7 +31,7 @@ from tuner.study.target import check_target, started_as
 
 RUNS = Path("vtune-runs")
 """Where studies lie, unless --out says."""
-OURS = ("port", "host", "uds", "enable_metrics")
+OURS = {"port", "host", "uds", *(s[2:].replace("-", "_") for k in KINDS.values() for s in k.always)}
 """Flags of a server that the tuner sets itself."""
 CONTEXT_TOKENS = 1 << 15
 """Of the model, for checks before its own is known."""

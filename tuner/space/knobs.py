@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from servers.expression import parse_expression
-from servers.flags.defaults import NAMES, Engine, Platform
+from servers.flags.defaults import NAMES, Platform
 from servers.flags.memory_plan import MemoryPlan
 from servers.flags.offered_flags import OfferedFlags
-from servers.flags.sglang_flags import SPELLING
+from servers.kinds import KINDS
 from tuner.space.axis import Axis, Value, is_number
 from tuner.space.rules import Numbers, evaluate
 
@@ -27,13 +27,6 @@ SPECULATION = "speculative_config"
 DRAFTS = f"{SPECULATION}.num_speculative_tokens"
 METHOD = f"{SPECULATION}.method"
 THRESHOLD = "long_prefill_token_threshold"
-SERVERS: Mapping[str, str] = {"bundled": "the bundled engine", "vllm": "vLLM", "sglang": "SGLang"}
-"""Kinds of server, and their names for people."""
-EVERY = tuple(SERVERS)
-ENGINES: Mapping[str, Engine] = {"bundled": "vtune", "vllm": "vllm", "sglang": "sglang"}
-"""A kind of server -> whose defaults the doctor gives it."""
-
-
 MAX_RUNGS = 1000
 
 
@@ -59,8 +52,8 @@ class Knob:
     ordered: bool = True
     main: bool = False
     """Searched by default; the others on ``--vary``."""
-    servers: tuple[str, ...] = EVERY
-    """Kinds of server that have it."""
+    servers: tuple[str, ...] = ()
+    """Names of the kinds of server that have it so; (): every kind that has such a flag."""
     default: Value = None
     """What it is when nobody sets it, where ``servers.flags.defaults`` has no number for it; None: unset."""
     needs: str | None = None
@@ -74,6 +67,13 @@ class Knob:
     @property
     def flag(self) -> str:
         return self.name.partition(".")[0]
+
+    def exists(self, server: str) -> bool:
+        """Whether a kind of server has it. Drafts are those of n-grams, which need no second model."""
+        kind = KINDS[server]
+        if self.servers:
+            return server in self.servers
+        return kind.has(self.flag) and (self.flag != SPECULATION or kind.prompt_lookup)
 
     def axis(self, numbers: Numbers, baseline: Value) -> Axis:
         """Its rungs where the expressions' names have these values. Raises SpaceError."""
@@ -115,7 +115,7 @@ class Knob:
             raise SpaceError(f"{self.name}: {text!r}: divides by 0.") from None
 
 
-def _switch(name: str, default: bool, servers: tuple[str, ...] = EVERY) -> Knob:
+def _switch(name: str, default: bool, servers: tuple[str, ...] = ()) -> Knob:
     return Knob(name, (True, False), ordered=False, default=default, servers=servers)
 
 
@@ -209,7 +209,7 @@ def default_of(knob: Knob, server: str) -> Value:
     if knob.name == DRAFTS:
         return 0
     if knob.flag in NAMES:
-        usual = Platform(engine=ENGINES[server]).default(knob.flag).point
+        usual = KINDS[server].default(knob.flag, Platform()).point
         if knob.values == (True, False):
             return bool(usual)
         return int(usual) if usual == int(usual) else usual
@@ -217,7 +217,7 @@ def default_of(knob: Knob, server: str) -> Value:
 
 
 def knobs_of(server: str) -> tuple[Knob, ...]:
-    return tuple(knob for knob in KNOBS if server in knob.servers)
+    return tuple(knob for knob in KNOBS if knob.exists(server))
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ class Surroundings:
 
     def spelling(self, flag: str) -> str:
         """The server's own name of a flag."""
-        return SPELLING.get(flag, flag) if self.server == "sglang" else flag
+        return KINDS[self.server].spelling.own(flag)
 
     def absent(self, knob: Knob, baseline: Mapping[str, Any]) -> str:
         """Why the knob is left alone here; "" where it can matter."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from optuna.trial import BaseTrial, FixedTrial
 
+from servers.kinds import KINDS
 from tuner.space.axis import Axis, Param, Value, is_number
 from tuner.space.config import (
     LOOKUPS,
@@ -35,7 +36,6 @@ from tuner.space.knobs import (
     DRAFTS,
     KNOBS,
     METHOD,
-    SERVERS,
     SPECULATION,
     THRESHOLD,
     Knob,
@@ -331,7 +331,7 @@ def _check_names(
         if flag in known:
             continue
         if any(flag in (knob.flag, knob.name) for knob in KNOBS):
-            raise SpaceError(f"--vary {flag}: {SERVERS[around.server]} has no such flag.")
+            raise SpaceError(f"--vary {flag}: {KINDS[around.server].label} has no such flag.")
         offered = around.offered
         if offered is not None and around.spelling(flag.partition(".")[0]) not in offered:
             near = _near(flag, {*known, *offered.flags})

@@ -10,10 +10,11 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from servers.flags.defaults import NAMES
-from servers.flags.known_flags import SWITCHES, resolve
 from servers.flags.memory_plan import MemoryPlan
-from servers.logs.vllm_log import parse_log
-from tuner.space.knobs import ENGINES, HELD, knobs_of
+from servers.kinds import KINDS
+from servers.known_flags import SWITCHES, resolve
+from servers.server_log import parse_log
+from tuner.space.knobs import HELD, knobs_of
 
 LINES = 400
 """Of the log, from its end, when the server has just come up."""
@@ -53,7 +54,7 @@ def read_start_log(
     if version.endswith("+cpu"):
         facts = replace(facts, device="cpu")
     labels = _cache_config(metrics)
-    resolved = resolve(given, facts, labels, engine=ENGINES[server], version=version or None)
+    resolved = resolve(given, facts, labels, kind=KINDS[server], version=version or None)
     found: dict[str, Any] = {
         name: bool(flag.value) if name in SWITCHES else flag.value
         for name in _varied(server)

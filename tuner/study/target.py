@@ -13,15 +13,13 @@ from loadgen.target import Target
 from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import SimulatedTarget
-from servers.flags.command import ServerCommand
+from servers.command import ServerCommand
+from servers.kinds import BUNDLED, KINDS
 from tuner.job.job import Job
 from tuner.job.launch import BUNDLED_HUB_ID
 from tuner.space.file import SpaceFile
 from tuner.space.knobs import Surroundings
 from tuner.space.space import build_space, effective
-
-KINDS = {"bundled": "vtune", "vllm": "vllm", "sglang": "sglang"}
-"""``--target`` -> whose command (``ServerCommand.engine``) starts such a server."""
 
 
 class TargetError(Exception):
@@ -34,7 +32,7 @@ def started_as(command: ServerCommand, target: str) -> dict[str, Any]:
     The bundled engine is always this package's own. What a container maps is its author's to say, so of
     ``docker run`` only the flags are taken.
     """
-    if command.engine != KINDS.get(target) or "run" in command.rest[:2]:
+    if command.kind is None or command.kind.name != target or "run" in command.rest[:2]:
         return {}
     found: dict[str, Any] = {"env": dict(command.env)}
     if target != "bundled":
@@ -59,14 +57,11 @@ def make_target(job: Job, out: Path, start_timeout: float) -> Target:
         except ValueError as error:
             raise TargetError(f"--target {job.target}: {error}") from None
     settings: dict[str, Any] = {"log_dir": out / "logs", "start_timeout": start_timeout, "env": job.env}
-    if job.target == "bundled":
-        return ServerTarget.bundled(job.model, **settings)
-    hub_model = BUNDLED_HUB_ID if job.model == "bundled" else job.model
-    if job.target == "vllm":
-        return ServerTarget.vllm(hub_model, template=job.command, **settings)
-    if job.target == "sglang":
-        return ServerTarget.sglang(hub_model, template=job.command, **settings)
-    return ServerTarget(job.target, **settings)
+    kind = KINDS.get(job.target)
+    if kind is None:
+        return ServerTarget(job.target, **settings)
+    elsewhere = job.model == "bundled" and kind is not BUNDLED
+    return ServerTarget.of(kind, BUNDLED_HUB_ID if elsewhere else job.model, command=job.command, **settings)
 
 
 def check_target(job: Job) -> None:
@@ -76,7 +71,7 @@ def check_target(job: Job) -> None:
         return
     if "{flags}" not in target:
         raise TargetError(
-            f"--target {target!r}: unknown. Give bundled, vllm, sglang, or a command with {{flags}} where "
+            f"--target {target!r}: unknown. Give {', '.join(KINDS)}, or a command with {{flags}} where "
             "the flags go, e.g. 'my-server --model M {flags} --port {port}'; the URL of a server that runs, "
             "to measure and diagnose it; or simulated:h100 to measure nothing."
         )
@@ -94,7 +89,7 @@ def check_offered(job: Job, target: Target, note: Callable[[str], None]) -> None
 
     Raises TargetError and SpaceError; a program that cannot be asked is believed.
     """
-    if isinstance(target, ServerTarget) and target.kind in ("vllm", "sglang"):
+    if isinstance(target, ServerTarget) and target.kind is not None and target.kind.help_cached:
         note("reading which flags the server takes (once for each version)")
     offered = target.offered_flags()
     if offered is None:

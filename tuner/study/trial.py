@@ -14,7 +14,8 @@ from loadgen.plan.workload import Schedule
 from loadgen.target import CLIENT_KILLED, OpenTarget, Target, TargetFailed
 from loadgen.wire.messages import Progress
 from loadgen.wire.probe import Unreachable
-from servers.flags.defaults import Engine
+from servers.kind import ServerKind
+from servers.kinds import VLLM
 from servers.slo.bounds import Bound
 from servers.slo.objective import Slo
 from tuner.runs.findings import examine
@@ -80,7 +81,7 @@ class Bench:
     interrupts: Interrupts
     out: Path
     """Where records are written."""
-    engine: Engine | None = "vllm"
+    kind: ServerKind | None = VLLM
     """Whose flags and metrics the doctor reads; None: as the metrics look."""
 
     def run(self, server: OpenTarget, schedule: Schedule) -> Records:
@@ -231,7 +232,7 @@ class Attempt:
         scrapes = [scrape for run in self.runs for scrape in run.records.scrapes]
         figures = read_figures(scrapes, server.log_tail(200))
         given = {flag: value for flag, value in self.proposal.config.items() if value is not None}
-        findings, unexamined = examine(scrapes, given, criteria.slo.bounds, self.bench.engine)
+        findings, unexamined = examine(scrapes, given, criteria.slo.bounds, self.bench.kind)
         return self._result(
             status,
             reason,

@@ -2,7 +2,7 @@ import shlex
 
 import yaml
 
-from servers.flags.command import parse_command
+from servers.command import parse_command
 from tuner.job.launch import launch
 
 FLAGS = {

@@ -12,7 +12,7 @@ import pytest
 
 from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.server import ServerTarget
-from servers.flags.command import parse_command
+from servers.command import parse_command
 from servers.flags.offered_flags import OfferedFlags
 from servers.slo.objective import parse_slo
 from tuner.job.job import Job

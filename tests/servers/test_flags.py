@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from servers.flags.command import parse_command
+from servers.command import parse_command
 from servers.flags.words import KINDS, FlagError, render
+from servers.kinds import BUNDLED, VLLM
 
 
 @pytest.mark.parametrize(
@@ -109,9 +110,9 @@ def test_programs(
 
 
 def test_engine_names_whose_flags_these_are() -> None:
-    assert parse_command("vtune serve bundled").engine == "vtune"
-    assert parse_command("vllm serve M").engine == "vllm"
-    assert parse_command("--seed 1").engine == ""
+    assert parse_command("vtune serve bundled").kind is BUNDLED
+    assert parse_command("vllm serve M").kind is VLLM
+    assert parse_command("--seed 1").kind is None
 
 
 @pytest.mark.parametrize(

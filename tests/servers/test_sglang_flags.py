@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loadgen.target import StartFailed
-from loadgen.targets.server import ServerTarget, server_kind
-from servers.flags.command import parse_command
-from servers.flags.sglang_flags import NAMES, from_sglang, render_sglang, to_sglang
+from loadgen.targets.server import ServerTarget
+from servers.command import parse_command
 from servers.flags.words import FlagError
+from servers.kinds import KINDS, SGLANG, find_start
+from servers.kinds.sglang import NAMES
 
 
 @pytest.mark.parametrize(
@@ -45,7 +48,7 @@ from servers.flags.words import FlagError
     ],
 )
 def test_spelling(flags: dict[str, object], words: str) -> None:
-    assert " ".join(render_sglang(flags)) == words
+    assert " ".join(SGLANG.spelling.render(flags)) == words
 
 
 @pytest.mark.parametrize(
@@ -61,8 +64,8 @@ def test_spelling(flags: dict[str, object], words: str) -> None:
 )
 def test_what_sglang_does_not_have_is_refused(flags: dict[str, object], says: str) -> None:
     with pytest.raises(FlagError, match=says):
-        render_sglang(flags)
-    with pytest.raises(StartFailed, match=says) as caught, ServerTarget.sglang("M").open(flags):
+        SGLANG.spelling.render(flags)
+    with pytest.raises(StartFailed, match=says) as caught, ServerTarget.of(SGLANG, "M").open(flags):
         pass
     assert caught.value.reason == "bad_flag"
 
@@ -92,11 +95,11 @@ def test_what_sglang_does_not_have_is_refused(flags: dict[str, object], says: st
     )
 )
 def test_there_and_back(flags: dict[str, object]) -> None:
-    assert from_sglang(to_sglang(flags)) == flags
+    assert SGLANG.spelling.from_own(SGLANG.spelling.to_own(flags)) == flags
 
 
 def test_launch_commands() -> None:
-    target = ServerTarget.sglang("org/model")
+    target = ServerTarget.of(SGLANG, "org/model")
     command = target.launch_command({"max_num_seqs": 8, "enable_prefix_caching": False})
     assert command == (
         "python -m sglang.launch_server --model-path org/model --enable-metrics --max-running-requests 8 "
@@ -115,7 +118,7 @@ def test_a_command_is_read_in_vllms_names() -> None:
         "python -m sglang.launch_server --model-path M --tp 2 --max-running-requests 64 "
         "--disable-radix-cache --mem-fraction-static 0.8 --schedule-conservativeness 0.5 --port 30000"
     )
-    assert (command.engine, command.model) == ("sglang", "M")
+    assert (command.kind, command.model) == (SGLANG, "M")
     assert command.flags == {
         "tensor_parallel_size": 2,
         "max_num_seqs": 64,
@@ -144,4 +147,5 @@ def test_a_command_is_read_in_vllms_names() -> None:
     ],
 )
 def test_whose_server_a_template_starts(template: str, kind: str) -> None:
-    assert server_kind(template) == kind
+    found = find_start(shlex.split(template))
+    assert (found and found.kind) == KINDS.get(kind)

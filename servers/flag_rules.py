@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from servers.flags import sglang_rules
-from servers.flags.known_flags import Flags
+from servers.known_flags import Flags
 
 Number = int | float
 
@@ -19,8 +18,8 @@ def allowed(changes: Mapping[str, Any], flags: Flags) -> tuple[dict[str, Any], l
 
     None where nothing is left of them: a value that the rules push back to where it was, or past it.
     """
-    if flags.engine == "sglang":
-        return sglang_rules.allowed(changes, flags.value("gpu_memory_utilization"))
+    if not flags.kind.budget_counts_decodes:  # none of the rules below is such a server's
+        return _stepped(changes, flags)
     new, notes = dict(changes), []
     if isinstance(threshold := new.get("long_prefill_token_threshold"), int):
         new["long_prefill_token_threshold"] = min(threshold, round(_point(flags, "max_model_len", threshold)))
@@ -38,6 +37,19 @@ def allowed(changes: Mapping[str, Any], flags: Flags) -> tuple[dict[str, Any], l
         if name in changes and _turned_round(flags, name, changes[name], value):
             return None
     return new, notes
+
+
+def _stepped(changes: Mapping[str, Any], flags: Flags) -> tuple[dict[str, Any], list[str]] | None:
+    """The share of memory no further than the server survives, where it may be raised only by steps."""
+    wanted, current = changes.get("gpu_memory_utilization"), flags.value("gpu_memory_utilization")
+    if not isinstance(wanted, int | float) or flags.kind.memory_step is None:
+        return dict(changes), []
+    if not isinstance(current, int | float):
+        return dict(changes), [flags.kind.memory_note]
+    share = min(wanted, round(current + flags.kind.memory_step, 3))
+    if (wanted - current) * (share - current) <= 0:
+        return None
+    return {**changes, "gpu_memory_utilization": share}, [flags.kind.memory_note]
 
 
 def _least_tokens(new: Mapping[str, Any], flags: Flags) -> int:

@@ -1,15 +1,15 @@
-"""SGLang's spelling of vLLM's flags: the rest of this package thinks in vLLM's names.
-
-Sources: SGLang's page "Server Arguments" and ``python/sglang/srt/server_args.py``. SGLang's switches have no
-``--no-`` form, so a switch is written only where it departs from SGLang's default.
-"""
+"""SGLang. Sources: its page "Server Arguments" and ``python/sglang/srt/server_args.py``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from servers.flags.words import KINDS, FlagError, render
+from servers.flags.spelling import Spelling
+from servers.flags.words import FlagError
+from servers.kind import ServerKind
+from servers.logs import sglang_log
+from servers.logs.log_facts import LogFormat
 
 NAMES: Mapping[str, str] = {
     "max_num_seqs": "max_running_requests",
@@ -39,6 +39,7 @@ NAMES: Mapping[str, str] = {
     "api_key": "api_key",
     "host": "host",
     "port": "port",
+    "model": "model_path",
 }
 """vLLM's name -> SGLang's, where the value is the same.
 
@@ -67,13 +68,6 @@ SWITCHES: Mapping[str, tuple[str, bool]] = {
     "skip_tokenizer_init": ("skip_tokenizer_init", True),
 }
 """vLLM's switch -> (SGLang's switch, vLLM's value that SGLang's switch stands for)."""
-SPELLING: Mapping[str, str] = {
-    **NAMES,
-    **{ours: theirs for ours, (theirs, _) in SWITCHES.items()},
-    "enable_chunked_prefill": "chunked_prefill_size",
-    "speculative_config": "speculative_algorithm",
-}
-"""vLLM's name -> the flag of SGLang's that says it, for every flag that has one."""
 METHODS: Mapping[str, str] = {
     "ngram": "NGRAM",
     "eagle": "EAGLE",
@@ -81,68 +75,33 @@ METHODS: Mapping[str, str] = {
     "draft_model": "STANDALONE",
 }
 """A method of ``speculative_config`` -> ``--speculative-algorithm``."""
-FP8 = {"fp8": "fp8_e4m3"}
-"""vLLM's name of a KV format that SGLang spells out."""
 _DRAFTED = ("speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk")
 _PRIORITY = {"enable_priority_scheduling": True, "schedule_low_priority_values_first": True}
 
 
-def render_sglang(flags: Mapping[str, Any]) -> list[str]:
-    """vLLM's ``flags`` as words for ``sglang.launch_server``. Flags that only SGLang has pass through.
-
-    Raises FlagError for a flag or a value of vLLM's that SGLang has no counterpart for.
-    """
-    return render({name: value for name, value in to_sglang(flags).items() if value is not False})
-
-
-def lacks(flag: str) -> bool:
-    """Whether ``flag`` is vLLM's and SGLang has nothing like it."""
-    return flag in KINDS and flag not in SPELLING and flag != "model"
-
-
-def to_sglang(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The same settings by SGLang's names. Raises FlagError."""
-    found: dict[str, Any] = {}
-    for name, value in flags.items():
-        if lacks(name):
-            raise FlagError(f"--{name.replace('_', '-')}: SGLang has no such flag. Leave it out.")
-        if name == "speculative_config":
-            found |= _speculation(value)
-        elif name == "scheduling_policy" and value == "priority":
-            found |= _PRIORITY
-        elif name == "enable_chunked_prefill":
-            if value is False:
-                found["chunked_prefill_size"] = -1
-        elif name in SWITCHES:
-            switch, stands_for = SWITCHES[name]
-            if value == stands_for:
-                found[switch] = True
-        elif name == "kv_cache_dtype":
-            found[name] = FP8.get(value, value)
-        elif not (name == "max_num_batched_tokens" and flags.get("enable_chunked_prefill") is False):
-            found[NAMES.get(name, name)] = value
-    return found
+def _written(name: str, value: Any, flags: Mapping[str, Any]) -> dict[str, Any] | None:
+    if name == "speculative_config":
+        return _speculation(value)
+    if name == "scheduling_policy" and value == "priority":
+        return _PRIORITY
+    if name == "enable_chunked_prefill":
+        return {"chunked_prefill_size": -1} if value is False else {}
+    if name == "max_num_batched_tokens" and flags.get("enable_chunked_prefill") is False:
+        return {}
+    return None
 
 
-def from_sglang(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """SGLang's flags by vLLM's names; what vLLM does not have keeps its own."""
-    given = {ALIASES.get(name, name): value for name, value in flags.items()}
-    back = {theirs: ours for ours, theirs in NAMES.items()}
-    switches = {theirs: (ours, value) for ours, (theirs, value) in SWITCHES.items()}
+def _read(given: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if speculation := _from_speculation(given):
         found["speculative_config"] = speculation
     if all(given.get(name) == value for name, value in _PRIORITY.items()):
         found["scheduling_policy"] = "priority"
-        given = {name: value for name, value in given.items() if name not in _PRIORITY}
-    for name, value in given.items():
-        if name == "chunked_prefill_size" and value == -1:
-            found["enable_chunked_prefill"] = False
-        elif name in switches and value is True:
-            ours, stands_for = switches[name]
-            found[ours] = stands_for
-        else:
-            found[back.get(name, name)] = value
+        for name in _PRIORITY:
+            del given[name]
+    if given.get("chunked_prefill_size") == -1:
+        found["enable_chunked_prefill"] = False
+        del given["chunked_prefill_size"]
     return found
 
 
@@ -177,3 +136,55 @@ def _from_speculation(given: dict[str, Any]) -> dict[str, Any] | None:
     for name in ("speculative_algorithm", "speculative_num_draft_tokens", *_DRAFTED):
         given.pop(name, None)
     return config
+
+
+SGLANG = ServerKind(
+    name="sglang",
+    label="SGLang",
+    program="sglang",
+    serve=("serve",),
+    module="sglang.",
+    start="python -m sglang.launch_server",
+    positional_model=False,
+    always=("--enable-metrics",),
+    spelling=Spelling(
+        "SGLang",
+        NAMES,
+        ALIASES,
+        SWITCHES,
+        values={"kv_cache_dtype": {"fp8": "fp8_e4m3"}},
+        others={
+            "enable_chunked_prefill": "chunked_prefill_size",
+            "speculative_config": "speculative_algorithm",
+        },
+        write=_written,
+        read=_read,
+        drafts=("speculative_num_draft_tokens", 1),
+    ),
+    memory_step=0.02,
+    memory_note="it is the share of weights and KV alone: activations and graphs need the rest, so raise it "
+    "in small steps, while the log's available_gpu_mem stays above 5 GB",
+    budget_counts_decodes=False,
+    drafts_show=False,
+    metrics={
+        "running": ("sglang:num_running_reqs",),
+        "waiting": ("sglang:num_queue_reqs",),
+        "kv_usage": ("sglang:token_usage",),
+        "cache_hit_rate": ("sglang:cache_hit_rate",),
+        "preemptions": ("sglang:num_retracted_requests_total",),
+        "prompt_tokens": ("sglang:prompt_tokens_total",),
+        "generation_tokens": ("sglang:generation_tokens_total",),
+        "prefix_queries": ("sglang:prompt_tokens_total",),
+        "prefix_hits": ("sglang:cached_tokens_total",),
+        "finished": ("sglang:num_requests_total",),
+        "accept_length": ("sglang:spec_accept_length",),
+        "ttft": ("sglang:time_to_first_token_seconds",),
+        "itl": ("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
+        "e2e": ("sglang:e2e_request_latency_seconds",),
+        "queue_time": ("sglang:queue_time_seconds",),
+        "prompt_length": ("sglang:prompt_tokens_histogram",),
+        "generation_length": ("sglang:generation_tokens_histogram",),
+    },
+    families=(("sglang:num_running_reqs", "SGLang"), ("sglang:token_usage", "SGLang")),
+    log=LogFormat(sglang_log.wrote, sglang_log.parse_log),
+)

@@ -18,7 +18,8 @@ from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from doctor.metrics.log_source import LogSource
 from doctor.metrics.sources import Scrapes
 from servers.errors import SourceError
-from servers.logs.vllm_log import parse_log
+from servers.kinds import SGLANG
+from servers.server_log import parse_log
 
 Moment = datetime
 START = datetime(2025, 11, 20, 23, 59, 30)
@@ -261,8 +262,7 @@ def test_a_shorter_draft_is_written_as_sglang_counts_it(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_is_off_is_turned_on_by_dropping_a_flag() -> None:
-    from servers.flags.sglang_rules import arguments as typed
-
+    typed = SGLANG.spelling.arguments
     assert typed({"enable_prefix_caching": True}) == "drop --disable-radix-cache"
     assert typed({"enable_prefix_caching": False}) == "--disable-radix-cache"
     assert typed({"max_num_batched_tokens": 4096}) == "--chunked-prefill-size 4096"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from servers.kinds import KINDS
+
 CANNOT_START = 127
 """Exit status where there is no such program: a shell's, and ``loadgen.targets.supervise``'s."""
 
@@ -17,39 +19,33 @@ class Failure:
     detail: str
 
 
-_SIGNS = [
-    ("not_found", r"^cannot start .*"),
-    ("port_taken", r"address already in use|Errno 98\b|Errno 48\b|port \d+ is (already )?(in use|taken)"),
-    (
-        "kv_cache_too_small",
-        r"No available memory for the cache blocks"
-        r"|larger than the (maximum number of tokens that can be stored in|available) KV cache"
-        r"|needs \d+ KV blocks",
-    ),
-    (
-        "out_of_memory",
-        r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory|Cannot allocate memory"
-        r"|less than desired GPU memory utilization|less than requested memory",
-    ),
-    (
-        "bad_flag",
-        r"unrecognized arguments?|error: argument|No such option|Invalid value|invalid choice"
-        r"|^error: --[a-z-]+ .*Fix: |validation errors? for \w*Config|^Value error, "
-        r"|ValueError: .*(max_num|must be|should be)|No common block size|is not supported (for|on|by) ",
-    ),
-    (
-        "model_not_found",
-        r"not a valid model identifier|Repository Not Found|does not appear to have a file named"
-        r"|can't load the configuration|model .*(not found|does not exist|no such file)"
-        r"|Repo id must be in the form|Cannot find an appropriate cached snapshot folder"
-        r"|Cannot find the requested files in the (local cache|disk cache)",
-    ),
-    ("disk_full", r"No space left on device|Disk quota exceeded"),
-    ("killed", r"engine core exited unexpectedly|EngineDeadError|(Worker|core) proc \S+ died unexpectedly"),
-]
-_PATTERNS = [(reason, re.compile(pattern, re.IGNORECASE)) for reason, pattern in _SIGNS]
+_SIGNS = {
+    "not_found": r"^cannot start .*",
+    "port_taken": r"address already in use|Errno 98\b|Errno 48\b|port \d+ is (already )?(in use|taken)",
+    "kv_cache_too_small": "",
+    "out_of_memory": r"out of memory|OutOfMemory|MemoryError|bad_alloc|can't allocate memory"
+    r"|Cannot allocate memory",
+    "bad_flag": r"unrecognized arguments?|error: argument|No such option|Invalid value|invalid choice",
+    "model_not_found": r"not a valid model identifier|Repository Not Found"
+    r"|does not appear to have a file named|can't load the configuration"
+    r"|model .*(not found|does not exist|no such file)"
+    r"|Repo id must be in the form|Cannot find an appropriate cached snapshot folder"
+    r"|Cannot find the requested files in the (local cache|disk cache)",
+    "disk_full": r"No space left on device|Disk quota exceeded",
+    "killed": "",
+}
+"""Reason -> what every server's lines show it by; each kind of server has its own beside these."""
+REASONS = _SIGNS.keys()
+
+
+def _pattern(reason: str, sign: str) -> re.Pattern[str]:
+    own = (kind.failures.get(reason, "") for kind in KINDS.values())
+    return re.compile("|".join(filter(None, (sign, *own))), re.IGNORECASE)
+
+
+_PATTERNS = [(reason, _pattern(reason, sign)) for reason, sign in _SIGNS.items()]
 _ERROR = re.compile(r"\b\w*(Error|Exception): |\berror: ")
-_NOT_INSTALLED = re.compile(r"No module named '?(vllm|sglang)\b")
+_NOT_INSTALLED = re.compile(rf"No module named '?({'|'.join(kind.program for kind in KINDS.values())})\b")
 _HEADLINE = re.compile(r"\bvalidation errors? for \w+$")
 _NO_CAUSE = re.compile("See (root cause|stack trace)|check the stack trace above|WARNING")
 """Errors that only point to another one, or that might have been."""

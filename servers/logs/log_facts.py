@@ -1,10 +1,10 @@
-"""What a server's log says, whichever engine wrote it."""
+"""What a server's log says, whichever kind of server wrote it, and what a format of logs is."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,16 @@ class LogFacts:
     """``startup_seconds``, ``compile_seconds``, ``load_seconds`` of the last start, as far as it says."""
     scrapes: tuple[tuple[int, str], ...] = ()
     """The lines on load as exposition text, so that a log alone can be diagnosed."""
+
+
+@dataclass(frozen=True)
+class LogFormat:
+    """How the logs of a kind of server are read."""
+
+    wrote: Callable[[str], bool]
+    """Whether a line of a log's text is one of this server's."""
+    parse: Callable[[str], LogFacts]
+    """What it says; the flags by the server's own names. Of a restarted server the last start counts."""
 
 
 def pairs(text: str) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 import math
-from typing import Any
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -64,7 +64,7 @@ def test_errors_name_the_position(text: str, position: int, fragment: str) -> No
     blank=st.sampled_from(["", " ", "  "]),
 )
 def test_every_written_bound_is_read_back(
-    family: str, statistic: str, cls, number: int, unit: str, blank: str
+    family: str, statistic: str, cls: str | None, number: float, unit: str, blank: str
 ) -> None:
     braces = "" if cls is None else f"{{{blank}class={cls}{blank}}}"
     slo = parse_slo(f"{blank}{family}_{statistic}{braces}{blank}<{blank}{number:.6f}{blank}{unit}{blank}")
@@ -116,7 +116,7 @@ def test_bounds_relative_to_a_baseline_that_could_not_be_measured_are_dropped() 
 
 @given(st.floats(0.001, 1e3), st.floats(0.0001, 1e4), st.sampled_from(["<=", ">="]))
 def test_violation_has_the_sign_of_the_comparison_and_stays_below_one(
-    limit: float, value: Any, op: str
+    limit: float, value: float, op: Literal["<=", ">="]
 ) -> None:
     violation = Bound("itl_p99", op, limit).violation(value)
     holds = value <= limit if op == "<=" else value >= limit
@@ -149,7 +149,7 @@ def test_a_missing_value_is_never_better() -> None:
         ("itl_p99", math.nan, "n/a"),
     ],
 )
-def test_format_value(metric: str, value: Any, text: str) -> None:
+def test_format_value(metric: str, value: float, text: str) -> None:
     assert format_value(metric, value) == text
 
 

@@ -6,13 +6,14 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any
 
-from servers.flags.sglang_flags import from_sglang, render_sglang
-from servers.flags.words import FlagError, parse_flags, render, split_words, stray
+from servers.flags.words import FlagError, parse_flags, split_words, stray
+from servers.kind import ServerKind
+from servers.kinds import KINDS, VLLM, find_start
 
 _ENV = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_SGLANG = re.compile(r"(^|[/ ])sglang( serve$|\.)")
 _DOCKER_SWITCHES = re.compile(
     "-[ditP]+|--(detach|interactive|tty|rm|init|privileged|read-only|publish-all|no-healthcheck|quiet)"
 )
@@ -23,23 +24,21 @@ class ServerCommand:
     """How a server is started, taken apart. ``str(command)`` puts it together again, quoted for a shell."""
 
     program: str
-    """``vllm serve``, ``vtune serve``, ``python -m vllm.entrypoints.openai.api_server``,
-    ``python -m sglang.launch_server``, a Docker image, or "" for bare flags."""
+    """``vllm serve``, ``python -m sglang.launch_server``, …, a Docker image, or "" for bare flags."""
     model: str | None = None
     flags: dict[str, Any] = field(default_factory=dict)
-    """In vLLM's names, whosever server it is (see ``servers.flags.sglang_flags``)."""
+    """In vLLM's names, whichever server it is (see ``servers.flags.spelling``)."""
     env: dict[str, str] = field(default_factory=dict)
     rest: tuple[str, ...] = ()
     """The words before the program: ``docker run --gpus all``, ``taskset -c 0-3``, ``uv run``."""
 
     @property
-    def engine(self) -> Literal["vllm", "vtune", "sglang", ""]:
-        """Whose flags these are; "" when the command does not say."""
+    def kind(self) -> ServerKind | None:
+        """Whose flags these are; None when the command does not say. An image is taken for vLLM's."""
         if not self.program:
-            return ""
-        if _SGLANG.search(self.program):
-            return "sglang"
-        return "vtune" if self.program.endswith("vtune serve") else "vllm"
+            return None
+        start = find_start(shlex.split(self.program))
+        return start.kind if start else VLLM
 
     def with_flags(self, changes: Mapping[str, Any]) -> ServerCommand:
         """The same command with ``changes`` laid over its flags; a value of None drops the flag."""
@@ -48,13 +47,13 @@ class ServerCommand:
 
     def words(self) -> list[str]:
         """The command without its environment, as an argument vector. Raises FlagError."""
-        if self.engine == "sglang":
-            named = [] if self.model is None else ["--model-path", self.model]
-            return [*self.rest, *shlex.split(self.program), *named, *render_sglang(self.flags)]
+        kind = self.kind or VLLM
         model: list[str] = []
         if self.model is not None:
-            model = [self.model] if self.program.endswith("serve") else ["--model", self.model]
-        return [*self.rest, *shlex.split(self.program), *model, *render(self.flags)]
+            option = "--" + kind.spelling.own("model").replace("_", "-")
+            bare = kind.positional_model and self.program.endswith(kind.serve[-1])
+            model = [self.model] if bare else [option, self.model]
+        return [*self.rest, *shlex.split(self.program), *model, *kind.spelling.render(self.flags)]
 
     def __str__(self) -> str:
         env = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
@@ -77,39 +76,43 @@ def parse_command(text: str) -> ServerCommand:
     while rest and (match := _ENV.fullmatch(rest[-1])):
         env[match[1]] = match[2]
         rest = rest[:-1]
-    flags, positional = parse_flags(words)
-    if _SGLANG.search(program):
-        flags = from_sglang(flags)
-        flags["model"] = flags.pop("model_path", None)
+    command = ServerCommand(program, env=env, rest=tuple(rest))
+    spelling = (command.kind or VLLM).spelling
+    own, positional = parse_flags(words, spelling.many)
+    flags = spelling.from_own(own)
     model = flags.pop("model", None)
     if positional:
-        if not program.endswith("serve") and not (rest and rest[0] in ("docker", "podman")):
+        if not program or " -m " in program:
             raise stray(positional[0])
         model = positional.pop(0)
     if positional:
         raise stray(positional[0])
-    return ServerCommand(program=program, model=model, flags=flags, env=env, rest=tuple(rest))
+    return replace(command, model=model, flags=flags)
 
 
 def _find_program(words: list[str], text: str) -> tuple[list[str], str, list[str]]:
     """(words before the program, the program, the words after it)."""
     if words[0].startswith("-"):
         return [], "", words
-    for at, word in enumerate(words):
-        following = words[at + 1] if at + 1 < len(words) else ""
-        name = word.rsplit("/", 1)[-1]
-        if name in ("vllm", "vtune", "sglang") and following == "serve":
-            return words[:at], f"{shlex.quote(word)} serve", words[at + 2 :]
-        if word == "-m" and following.startswith(("vllm.entrypoints.", "sglang.")) and at > 0:
-            return words[: at - 1], f"{shlex.quote(words[at - 1])} -m {following}", words[at + 2 :]
-        if name in ("docker", "podman") and following == "run":
-            image = _docker_image(words, at + 2)
-            return words[:image], words[image], words[image + 1 :]
+    start, runs = find_start(words), _docker_run(words)
+    if runs is not None and (start is None or runs < start.begin):
+        image = _docker_image(words, runs + 2)
+        return words[:image], words[image], words[image + 1 :]
+    if start is not None:
+        return words[: start.begin], shlex.join(words[start.begin : start.end]), words[start.end :]
+    known = ", ".join(f"'{kind.command} MODEL …'" for kind in KINDS.values())
     raise FlagError(
-        f"no server is named in {text.strip()[:120]!r}: write 'vllm serve MODEL …', 'vtune serve MODEL …', "
-        "'python -m vllm.entrypoints.openai.api_server …', 'python -m sglang.launch_server …', "
-        "'docker run … IMAGE …', or only the flags"
+        f"no server is named in {text.strip()[:120]!r}: write {known}, "
+        "'python -m vllm.entrypoints.openai.api_server …', 'docker run … IMAGE …', or only the flags"
     )
+
+
+def _docker_run(words: list[str]) -> int | None:
+    """Index of the ``docker`` in ``docker run``."""
+    for at, (word, following) in enumerate(pairwise(words)):
+        if word.rsplit("/", 1)[-1] in ("docker", "podman") and following == "run":
+            return at
+    return None
 
 
 def _docker_image(words: list[str], at: int) -> int:

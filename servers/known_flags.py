@@ -1,4 +1,4 @@
-"""The server's current flags, each with where it is known from, and how a flag is written for each engine."""
+"""The server's current flags, each with where it is known from."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from servers.flags import defaults
-from servers.flags.defaults import Engine, Platform, version_tuple
-from servers.flags.sglang_flags import SPELLING
-from servers.log_facts import LogFacts
+from servers.flags.defaults import Platform
+from servers.kind import ServerKind
+from servers.kinds import VLLM
+from servers.logs.log_facts import LogFacts
 from servers.reading import Missing, Number, Reading
 
 Origin = Literal["given", "log", "metrics", "inferred", "default", "guessed"]
@@ -21,27 +22,6 @@ _OBSERVED = ("max_model_len", "block_size", "num_gpu_blocks", "kv_cache_tokens")
 SWITCHES = frozenset({"enable_prefix_caching", "enable_chunked_prefill"})
 FLAG_NAMES = frozenset([*defaults.NAMES, *_OBSERVED])
 """The flags that rules may name. Switches are 0 or 1; num_gpu_blocks_override is 0 where it is not set."""
-
-_SINCE: dict[str, tuple[int, int]] = {
-    "long_prefill_token_threshold": (0, 8),
-    "speculative_config": (0, 8),
-    "num_gpu_blocks_override": (0, 2),
-}
-_BUNDLED = frozenset(
-    {
-        "max_num_batched_tokens",
-        "max_num_seqs",
-        "gpu_memory_utilization",
-        "long_prefill_token_threshold",
-        "block_size",
-        "speculative_config",
-        "enable_prefix_caching",
-        "enable_chunked_prefill",
-        "num_gpu_blocks_override",
-        "max_model_len",
-        "kv_cache_dtype",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -68,7 +48,7 @@ class Flags:
     """All flags of one engine."""
 
     known: Mapping[str, Flag]
-    engine: Engine = "vllm"
+    kind: ServerKind = VLLM
     version: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
     """As the user or the log gave them, with those that no rule names."""
@@ -87,15 +67,8 @@ class Flags:
 
     def unavailable(self, name: str) -> str | None:
         """Why the running server cannot take this flag, or None."""
-        name = "speculative_config" if name == "num_speculative_tokens" else name
-        if self.engine == "vtune" and name not in _BUNDLED:
-            return "the bundled engine has no such flag"
-        if self.engine == "sglang" and name not in SPELLING:
-            return "SGLang has no such flag"
-        since, version = _SINCE.get(name), version_tuple(self.version)
-        if since and version and version < since:
-            return f"vLLM {self.version} has no such flag (since {since[0]}.{since[1]})"
-        return None
+        flag = "speculative_config" if name == "num_speculative_tokens" else name
+        return self.kind.unavailable(flag, self.version)
 
 
 def resolve(
@@ -103,7 +76,7 @@ def resolve(
     log: LogFacts | None,
     cache_config: Mapping[str, str] | None,
     *,
-    engine: Engine,
+    kind: ServerKind,
     version: str | None,
 ) -> Flags:
     """Gather the flags of one engine; what the user says beats the log, which beats the metrics."""
@@ -111,8 +84,8 @@ def resolve(
     complete = given is not None or (log is not None and log.complete)
     told = {"kv_cache_dtype": config["cache_dtype"]} if "cache_dtype" in config else {}
     raw = {**told, **(log.flags if log else {}), **(given or {})}
-    platform = _platform(raw, log, config, engine, version)
-    known = {name: _fallback(name, platform, complete) for name in defaults.NAMES}
+    platform = _platform(raw, log, config, version)
+    known = {name: _fallback(name, kind, platform, complete) for name in defaults.NAMES}
     layers: tuple[tuple[Origin, Mapping[str, Any]], ...] = (
         ("metrics", _from_metrics(config)),
         ("log", _from_log(log) if log else {}),
@@ -121,14 +94,13 @@ def resolve(
     for origin, values in layers:
         for name, value in _numbers(values).items():
             known[name] = Flag(name, _typed(value), origin, Number.exactly(value))
-    return Flags(_in_harmony(known), engine, platform.version, raw)
+    return Flags(_in_harmony(known), kind, platform.version, raw)
 
 
 def _platform(
     raw: Mapping[str, Any],
     log: LogFacts | None,
     cache_config: Mapping[str, str],
-    engine: Engine,
     version: str | None,
 ) -> Platform:
     """The CPU build shows in the metrics by its block size, which nobody chose and no GPU back end has."""
@@ -139,7 +111,6 @@ def _platform(
     )
     parallel = (_number(raw.get(f"{kind}_parallel_size")) or 1 for kind in ("tensor", "pipeline"))
     return Platform(
-        engine=engine,
         version=version or (log.version if log else None),
         device=device or ("cpu" if looks_like_cpu else None),
         stated=device is not None,
@@ -169,9 +140,9 @@ def inferred(name: str, value: float, low: float, high: float) -> Flag:
     return Flag(name, _typed(value), "inferred", Number(value, low, high, "flag"))
 
 
-def _fallback(name: str, platform: Platform, complete: bool) -> Flag:
+def _fallback(name: str, kind: ServerKind, platform: Platform, complete: bool) -> Flag:
     """What holds where nobody set the flag, or where nobody told us."""
-    default = platform.default(name)
+    default = kind.default(name, platform)
     if complete and default.exact:
         return Flag(name, _typed(default.point), "default", default)
     number = default if complete else defaults.conceivable(name, default)

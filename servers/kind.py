@@ -1,0 +1,105 @@
+"""A kind of server: what vtune knows of one program, as a record. The records stand in ``servers.kinds``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from servers.flags.defaults import USUAL, Platform, Spread, version_tuple
+from servers.flags.spelling import Spelling
+from servers.logs.log_facts import LogFormat
+from servers.reading import Number
+
+
+def usual(name: str, platform: Platform) -> Spread:
+    """vLLM's range of a default, whatever the machine."""
+    return USUAL[name]
+
+
+@dataclass(frozen=True, eq=False)
+class ServerKind:
+    """Everything that differs between servers. A name of a flag is vLLM's throughout (see ``spelling``)."""
+
+    name: str
+    """As ``--target`` has it."""
+    label: str
+    """For people."""
+    program: str
+    serve: tuple[str, ...]
+    """The words between the program and its flags."""
+    module: str = ""
+    """How the module begins that ``python -m`` starts it by; "": there is none."""
+    start: str = ""
+    """The command up to the model; "": ``program`` and ``serve``."""
+    positional_model: bool = True
+    """Whether the model stands behind ``serve`` as it is, without a flag."""
+    always: tuple[str, ...] = ()
+    """Switches that it is started with, beside the user's flags."""
+    public: bool = False
+    """It listens on every address of the machine unless it is told otherwise."""
+    exclusive: bool = True
+    """Two on one device would each claim their share of it."""
+    help: tuple[tuple[str, ...], ...] = (("--help",),)
+    """Ways to ask it for its flags, in order."""
+    help_cached: bool = True
+    """False: quick to ask, and its flags change without its program."""
+    spelling: Spelling = field(default_factory=lambda: Spelling("vLLM"))
+    flags: frozenset[str] | None = None
+    """Those of vLLM's flags that it has; None: as ``spelling`` says."""
+    since: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Flag -> the first version that has it, where not all have."""
+    defaults: Callable[[str, Platform], Spread] = usual
+    memory_step: float | None = None
+    """How much ``gpu_memory_utilization`` may be raised at a time; None: to any value."""
+    memory_note: str = ""
+    """What is said of such a step."""
+    budget_counts_decodes: bool = True
+    """Whether ``max_num_batched_tokens`` covers the tokens that decode as well, or prompts alone."""
+    prompt_lookup: bool = True
+    """Whether it can speculate by n-grams of the prompt, without a draft model."""
+    drafts_show: bool = True
+    """Whether its metrics of speculation exist exactly while it speculates."""
+    metrics: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Key of ``servers.metrics.catalog`` -> sample names, newest first; a histogram's without the suffix."""
+    families: tuple[tuple[str, str], ...] = ()
+    """(sample name, what exposes it), decisive names first: the first that is there says which version."""
+    log: LogFormat | None = None
+    """None: as vLLM's (``servers.logs.vllm_log``)."""
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Reason of ``servers.failures`` -> pattern of the lines that show it, beside those of every server."""
+
+    @property
+    def command(self) -> str:
+        """The command up to the model."""
+        return self.start or " ".join((self.program, *self.serve))
+
+    def begins(self, words: Sequence[str], at: int) -> tuple[int, int] | None:
+        """(first word of the server's program, first word of its flags) where that stands at ``at``."""
+        after = at + 1 + len(self.serve)
+        if PurePath(words[at]).name == self.program and tuple(words[at + 1 : after]) == self.serve:
+            return at, after
+        if (
+            self.module
+            and at
+            and words[at] == "-m"
+            and "".join(words[at + 1 : at + 2]).startswith(self.module)
+        ):
+            return at - 1, at + 2
+        return None
+
+    def default(self, name: str, platform: Platform) -> Number:
+        """What a flag is where nobody sets it: exact where the platform leaves no choice, else a range."""
+        return Number(*self.defaults(name, platform), "flag")
+
+    def has(self, flag: str) -> bool:
+        return self.spelling.has(flag) if self.flags is None else flag in self.flags
+
+    def unavailable(self, flag: str, version: str | None) -> str | None:
+        """Why a server of this kind and version cannot take vLLM's ``flag``; None where it can."""
+        if not self.has(flag):
+            return f"{self.label} has no such flag"
+        since, own = self.since.get(flag), version_tuple(version)
+        if since and own and own < since:
+            return f"{self.label} {version} has no such flag (since {since[0]}.{since[1]})"
+        return None

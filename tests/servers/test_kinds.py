@@ -1,0 +1,42 @@
+"""The table of kinds: what stands in it agrees with what the kinds are."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from engine.config import EngineConfig
+from servers.command import parse_command
+from servers.failures import REASONS
+from servers.flags.defaults import USUAL, Platform
+from servers.kind import ServerKind
+from servers.kinds import BUNDLED, KINDS, find_family, find_start
+from servers.metrics.catalog import METRICS
+
+ALL = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def test_the_bundled_engine_has_the_flags_that_are_said() -> None:
+    assert {field.name for field in fields(EngineConfig)} == BUNDLED.flags
+
+
+@ALL
+def test_a_kind_is_recognised_by_its_command(kind: ServerKind) -> None:
+    words = f"VAR=1 taskset -c 0 {kind.command} M --port 80"
+    command = parse_command(words if kind.positional_model else words.replace(" M ", " --model-path M "))
+    assert (command.kind, command.model) == (kind, "M")
+    start = find_start(f"/opt/bin/{kind.program} {' '.join(kind.serve)} M".split())
+    assert start is not None
+    assert (start.kind, start.begin, start.end) == (kind, 0, 1 + len(kind.serve))
+
+
+@ALL
+def test_its_facts_are_of_names_that_exist(kind: ServerKind) -> None:
+    assert kind.metrics.keys() <= METRICS.keys()
+    assert kind.failures.keys() <= REASONS
+    for marker, label in kind.families:
+        assert find_family([marker]) == (kind, label)
+    for name in USUAL:
+        number = kind.default(name, Platform())
+        assert number.low <= number.point <= number.high
