@@ -11,6 +11,7 @@ from servers.flags import defaults
 from servers.flags.defaults import Platform
 from servers.kind import ServerKind
 from servers.kinds import VLLM
+from servers.kinds.vllm import pool_tokens
 from servers.logs.log_facts import LogFacts
 from servers.reading import Missing, Number, Reading
 
@@ -155,7 +156,7 @@ def _from_log(log: LogFacts) -> dict[str, Any]:
 
 
 def _from_metrics(labels: Mapping[str, str]) -> dict[str, Any]:
-    """What ``cache_config_info`` holds. Of num_gpu_blocks one is the null block."""
+    """What ``cache_config_info`` holds."""
     values: dict[str, Any] = {
         name: labels[name]
         for name in ("block_size", "num_gpu_blocks", "gpu_memory_utilization", "enable_prefix_caching")
@@ -168,9 +169,8 @@ def _from_metrics(labels: Mapping[str, str]) -> dict[str, Any]:
     concurrency = _number(labels.get("kv_cache_max_concurrency"))
     if tokens and concurrency:
         values["max_model_len"] = round(tokens / concurrency)
-    blocks, size = _number(labels.get("num_gpu_blocks")), _number(labels.get("block_size"))
-    if blocks and size:
-        values["kv_cache_tokens"] = (blocks - 1) * size
+    if pool := pool_tokens(labels):
+        values["kv_cache_tokens"] = pool
     return values
 
 

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from loadgen.measure.record import Records
+from servers.metrics.page import Page, PageReader
 
-NAMES = {
-    "vllm:num_requests_running": "running",
-    "sglang:num_running_reqs": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "sglang:num_queue_reqs": "waiting",
-    "vllm:kv_cache_usage_perc": "kv_usage",
-    "vllm:gpu_cache_usage_perc": "kv_usage",
-    "sglang:token_usage": "kv_usage",
-    "vllm:num_preemptions_total": "preemptions",
-}
-_LARGEST = ("kv_usage",)
-"""Of several engines the largest counts; of everything else the sum."""
+_FIGURES = ("running", "waiting", "kv_usage", "preemptions")
+"""Of ``servers.metrics.catalog``: of several engines' KV usage the largest counts, else the sum."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +33,12 @@ class Timeline:
 
 def timeline(records: Records) -> Timeline | None:
     """None for a run without readable scrapes."""
-    read = [(stamp, samples(text)) for stamp, text in records.scrapes]
-    taken = [(stamp, found) for stamp, found in read if found]
+    reader = PageReader(_FIGURES)
+    pages = [(stamp, reader.read(text)) for stamp, text in records.scrapes]
+    taken = [(stamp, page) for stamp, page in pages if page.samples]
     if not taken:
         return None
-    series = {
-        name: tuple(found.get(name, math.nan) for _, found in taken) for name in dict.fromkeys(NAMES.values())
-    }
+    series = {name: tuple(_figure(page, name) for _, page in taken) for name in _FIGURES}
     return Timeline(
         at=tuple((stamp - records.start_unix_ms) / 1e3 for stamp, _ in taken),
         running=series["running"],
@@ -60,24 +48,9 @@ def timeline(records: Records) -> Timeline | None:
     )
 
 
-def samples(text: str) -> dict[str, float]:
-    """The figures of one scrape, over all engines; empty for what is no exposition."""
-    found: dict[str, float] = {}
-    try:
-        for family in text_string_to_metric_families("\n".join(_wanted(text.split("\n")))):
-            for sample in family.samples:
-                if (name := NAMES.get(sample.name)) is not None:
-                    combine = max if name in _LARGEST else float.__add__
-                    value = float(sample.value)
-                    found[name] = combine(found[name], value) if name in found else value
-    except ValueError:
-        return {}
-    return found
-
-
-def _wanted(lines: Iterable[str]) -> Iterable[str]:
-    """Histograms are most of an exposition and are not read here."""
-    return (line for line in lines if line.startswith(tuple(NAMES)))
+def _figure(page: Page, name: str) -> float:
+    value = page.figure(name)
+    return math.nan if value is None else value
 
 
 def _increases(values: Sequence[float]) -> tuple[float, ...]:

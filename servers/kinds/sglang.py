@@ -178,6 +178,7 @@ SGLANG = ServerKind(
         "prefix_hits": ("sglang:cached_tokens_total",),
         "finished": ("sglang:num_requests_total",),
         "accept_length": ("sglang:spec_accept_length",),
+        "kv_tokens": ("sglang:max_total_num_tokens",),
         "ttft": ("sglang:time_to_first_token_seconds",),
         "itl": ("sglang:inter_token_latency_seconds", "sglang:time_per_output_token_seconds"),
         "e2e": ("sglang:e2e_request_latency_seconds",),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from servers.flags.defaults import USUAL, Platform, Spread, version_tuple
 from servers.kind import ServerKind
 
@@ -42,6 +44,14 @@ def _batch(name: str, platform: Platform) -> Spread:
     if platform.device is not None and name == "max_num_seqs":
         return usual, _GPU_SEQS, high
     return usual, low, high
+
+
+def pool_tokens(labels: Mapping[str, str]) -> float | None:
+    """Tokens that the KV pool of ``cache_config_info`` holds: one of its blocks is the null block."""
+    blocks, size = (labels.get(name, "") for name in ("num_gpu_blocks", "block_size"))
+    if not (blocks.isdecimal() and size.isdecimal() and float(blocks) > 0):
+        return None
+    return (float(blocks) - 1) * float(size)
 
 
 VLLM = ServerKind(

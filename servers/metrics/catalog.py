@@ -80,6 +80,7 @@ METRICS: dict[str, Metric] = {
         _metric("request_preemptions", "histogram"),
         _metric("iteration_tokens", "histogram"),
         _metric("cache_config", "info"),
+        _metric("kv_tokens", "gauge"),
         _metric("gpu_busy", "gauge", "DCGM_FI_DEV_GPU_UTIL"),
         _metric("cpu_time", "counter", "node_cpu_seconds_total"),
     )
@@ -89,7 +90,15 @@ ANCHORS = ("running", "waiting", "kv_usage", "generation_tokens", "ttft")
 """Metrics that carry the labels of one engine; who has none of them is not a server we know."""
 
 OPTIONAL = frozenset(
-    {"drafts", "draft_tokens", "accepted_tokens", "accept_length", "cache_config", "cache_hit_rate"}
+    {
+        "drafts",
+        "draft_tokens",
+        "accepted_tokens",
+        "accept_length",
+        "cache_config",
+        "cache_hit_rate",
+        "kv_tokens",
+    }
 )
 """Metrics that a healthy server may lack: speculation's exist only while it is on."""
 
@@ -110,15 +119,16 @@ MARKERS = frozenset(
 
 
 @cache
-def sample_names() -> frozenset[str]:
-    """Every sample name worth parsing."""
+def sample_names(keys: frozenset[str] | None = None) -> frozenset[str]:
+    """The sample names of these metrics; None: every one worth parsing."""
     wanted = {
         name + suffix
         for metric in METRICS.values()
+        if keys is None or metric.key in keys
         for name in metric.names
         for suffix in _SUFFIXES[metric.kind]
     }
-    return frozenset(wanted | MARKERS)
+    return frozenset(wanted | (MARKERS if keys is None else frozenset()))
 
 
 def names_of(version: str) -> frozenset[str]:

@@ -8,7 +8,6 @@ look like requests that vanished.
 
 from __future__ import annotations
 
-import math
 import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,18 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from servers.input_file import GZIP, gunzipped, read_input
 from servers.kinds import LABELS
-from servers.metrics import catalog
+from servers.metrics.page import PageReader, SeriesKey, sample_name
 from servers.metrics.range_functions import Times, Values
 
 SEPARATOR = re.compile(r"^# scrape_unix_ms[ \t]+(\S*)[ \t\r]*$", re.MULTILINE)
-_LINE_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
-
-SeriesKey = tuple[str, tuple[tuple[str, str], ...]]
-"""Sample name and its labels, sorted."""
 
 
 class ExpositionError(ValueError):
@@ -86,58 +80,21 @@ def split_scrapes(text: str) -> list[tuple[int, str]]:
     return scrapes
 
 
-def parse_scrape(text: str, known: dict[str, SeriesKey]) -> tuple[dict[SeriesKey, float], int]:
-    """The samples that the catalog knows, and how many lines could not be read.
-
-    A last line without its line feed is left out: "12" may be the start of "123.0". NaN and infinite
-    values count as absent. Of a duplicated series the last sample counts. ``known`` remembers the series
-    already met: names and labels are parsed once a recording, not once a scrape.
-    """
-    samples: dict[SeriesKey, float] = {}
-    bad = 0
-    for line in text.replace("\r\n", "\n").split("\n")[:-1]:
-        match = _LINE_NAME.match(line)
-        if match is None or match[0] not in catalog.sample_names():
-            continue
-        at = line.rfind("}") + 1 or match.end()
-        try:
-            key = known.get(line[:at]) or known.setdefault(line[:at], _series_key(line))
-            value = float(line[at:].split()[0])
-        except (ValueError, IndexError):
-            bad += 1
-            continue
-        if math.isfinite(value):
-            samples[key] = value
-        else:
-            samples.pop(key, None)
-    return samples, bad
-
-
-def _series_key(line: str) -> SeriesKey:
-    """Name and labels of one sample line, through prometheus-client's parser. Raises ValueError."""
-    try:
-        (family,) = text_string_to_metric_families(line + "\n")
-        (sample,) = family.samples
-    except (KeyError, IndexError, TypeError) as error:  # what the parser raises on some garbled lines
-        raise ValueError(str(error)) from None
-    return sample.name, tuple(sorted(sample.labels.items()))
-
-
 def record(scrapes: Iterable[tuple[int, str]], notes: Iterable[str] = ()) -> Recording:
     """Parse scrapes into series. Raises ExpositionError when fewer than two of them are of use."""
     said = list(notes)
     parsed: dict[int, dict[SeriesKey, float]] = {}
     bad_lines = seen = 0
     names: set[str] = set()
-    known: dict[str, SeriesKey] = {}
+    reader = PageReader()
     for unix_ms, text in scrapes:
         seen += 1
-        samples, bad = parse_scrape(text, known)
-        bad_lines += bad
-        if samples:
-            parsed[unix_ms] = samples
+        page = reader.read(text)
+        bad_lines += page.unreadable
+        if page.samples:
+            parsed[unix_ms] = dict(page.samples)
         elif not names:
-            names.update(match[0] for line in text.split("\n") if (match := _LINE_NAME.match(line)))
+            names.update(filter(None, map(sample_name, text.split("\n"))))
     if not parsed:
         example = f" (it has names such as {', '.join(sorted(names)[:3])})" if names else ""
         raise ExpositionError(f"no {LABELS} metric in {seen} scrape(s){example}")

@@ -11,7 +11,7 @@ from made_runs import records
 from recorded_exchange import event, exchange, planned, text
 
 from loadgen.measure.record import Failure, Records
-from loadgen.measure.serverside import samples, timeline
+from loadgen.measure.serverside import timeline
 from loadgen.measure.stats import Summary
 from loadgen.output.report import markdown, part_rows
 from loadgen.output.run_page import run_page
@@ -58,8 +58,14 @@ def test_preemptions_across_a_restart_are_those_since() -> None:
 
 
 def test_names_of_other_servers_and_versions_are_known() -> None:
-    assert samples("sglang:num_running_reqs 5\nsglang:token_usage 0.2\n") == {"running": 5.0, "kv_usage": 0.2}
-    assert samples("vllm:gpu_cache_usage_perc 0.9\n") == {"kv_usage": 0.9}
+    page = "sglang:num_running_reqs 5\nsglang:token_usage 0.2\nsglang:num_retracted_requests_total 7\n"
+    told = timeline(replace(records(), scrapes=((0, page),)))
+    assert told is not None
+    assert (told.running, told.kv_usage, told.preemptions) == ((5.0,), (0.2,), (0.0,))
+    assert not told.known("waiting")
+    old = timeline(replace(records(), scrapes=((0, "vllm:gpu_cache_usage_perc 0.9\n"),)))
+    assert old is not None
+    assert old.kv_usage == (0.9,)
 
 
 @pytest.mark.parametrize("text", ["", "<html>", "vllm:num_requests_running{ 3", "up 1\n"])

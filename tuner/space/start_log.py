@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from servers.flags.defaults import NAMES
 from servers.flags.memory_plan import MemoryPlan
 from servers.kinds import KINDS
 from servers.known_flags import SWITCHES, resolve
+from servers.metrics.page import PageReader
 from servers.server_log import parse_log
 from tuner.space.knobs import HELD, knobs_of
 
@@ -53,7 +52,7 @@ def read_start_log(
     version = version or facts.version or ""
     if version.endswith("+cpu"):
         facts = replace(facts, device="cpu")
-    labels = _cache_config(metrics)
+    labels = next(iter(PageReader(["cache_config"]).read(metrics).labels("cache_config")), None)
     resolved = resolve(given, facts, labels, kind=KINDS[server], version=version or None)
     found: dict[str, Any] = {
         name: bool(flag.value) if name in SWITCHES else flag.value
@@ -70,16 +69,6 @@ def read_start_log(
         log, utilization=float(found["gpu_memory_utilization"]), proportional=proportional
     )
     return StartLog({n: v for n, v in found.items() if n not in given}, version or None, memory)
-
-
-def _cache_config(metrics: str) -> dict[str, str]:
-    """The labels of vLLM's ``cache_config_info``; none where the scrape has none."""
-    line = next((line for line in metrics.splitlines() if ":cache_config_info{" in line), "")
-    try:
-        families = list(text_string_to_metric_families(line)) if line else []
-    except (ValueError, KeyError, IndexError, TypeError):  # what the parser raises on garbled lines
-        return {}
-    return dict(families[0].samples[0].labels) if families and families[0].samples else {}
 
 
 def _varied(server: str) -> list[str]:
