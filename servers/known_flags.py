@@ -105,14 +105,15 @@ def _platform(
     version: str | None,
 ) -> Platform:
     """The CPU build shows in the metrics by its block size, which nobody chose and no GPU back end has."""
-    device = log.device if log else None
+    version = version or (log.version if log else None)
+    device = "cpu" if version and version.endswith("+cpu") else log.device if log else None
     looks_like_cpu = (cache_config.get("block_size"), cache_config.get("user_specified_block_size")) == (
         "128",
         "False",
     )
     parallel = (_number(raw.get(f"{kind}_parallel_size")) or 1 for kind in ("tensor", "pipeline"))
     return Platform(
-        version=version or (log.version if log else None),
+        version=version,
         device=device or ("cpu" if looks_like_cpu else None),
         stated=device is not None,
         processes=max(1, round(math.prod(parallel))),

@@ -14,10 +14,12 @@ from typing import Any
 from benchmarks.tuner.noise import TABLE_SETTING
 from benchmarks.tuner.problems import MEASURED, SEQS, Problem
 from benchmarks.tuner.tables import CACHE, Builder, Entry, Table, cached, server_of, table
+from servers.kinds import KINDS
+from servers.start_log import LINES, read_start_log
 from tuner.runs.profiling import Survey, time_alone
 from tuner.runs.result import TrialResult
 from tuner.search.fitted_simulator import Sketch, draw
-from tuner.space.start_log import LINES, read_start_log
+from tuner.space.knobs import started_with
 
 _surveys: dict[str, Survey] = {}
 """Of problems by name, made once."""
@@ -37,8 +39,9 @@ def _survey(problem: Problem) -> Survey:
         alone = time_alone(server, context, 0, lambda to, load: to.run(load))
         told = read_start_log(
             server.log_tail(LINES),
-            problem.job.server,
+            KINDS[problem.job.server],
             problem.baseline,
+            started_with(problem.job.server),
             metrics=server.scrape(),
             proportional=True,
         )

@@ -28,7 +28,8 @@ _WEIGHTS = re.compile(r"Load weight end\. elapsed=([\d.]+) s")
 _READY = re.compile(_STAMP + r".*The server is fired up and ready to roll")
 _RANK = re.compile(r"\bDP(\d+)\b")
 _OURS = re.compile(
-    r"(?:Prefill|Decode) batch(?: \[\d+\])?[.,] #|server_args=ServerArgs\(|#retracted_reqs: \d"
+    r"(?:Prefill|Decode) batch(?: \[\d+\])?[.,] #|server_args=ServerArgs\(|max_total_num_tokens=\d"
+    r"|#retracted_reqs: \d"
 )
 _USAGES = ("token usage", "full token usage", "swa token usage", "mamba usage")
 """Of its pools; the fullest binds."""

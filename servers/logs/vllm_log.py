@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from servers.logs.log_facts import LogFacts, page, pairs
+from servers.logs.log_facts import GIB, MIB, LogFacts, LoggedMemory, page, pairs
 
 _VERSION = re.compile(r"(?:version|engine \(v|server version) ?(\d+\.\d+[\w.+]*)")
 _NON_DEFAULT = re.compile(r"non-default args: (\{.*\})")
@@ -17,7 +17,8 @@ _DUMP = re.compile(r"Initializing an? (?:V1 )?LLM engine .*?with config: (.*)")
 _BUDGET = re.compile(r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)")
 _RANGES = re.compile(r"'compile_ranges_endpoints': \[([\d, ]+)\]")
 """The last of the ranges that a step's tokens are compiled for ends at the budget."""
-_POOL = re.compile(r"KV cache size: ([\d,]+) tokens")
+_POOL = re.compile(r"KV cache(?: size)?: (\d[\d,]{,20}) tokens")
+"""The bundled engine's has no "size"."""
 _BLOCKS = re.compile(r"# \w+ blocks: (\d+), # CPU blocks: \d+")
 _BLOCK_SIZE = 16
 """V0's on a GPU, where the log does not name one."""
@@ -29,6 +30,23 @@ _DURATIONS = {
         r"(?:Loading (?:model )?weights|Model loading) took (?:[\d.]+ GiB(?: memory)? and )?([\d.]+) s"
     ),
 }
+_BUNDLED_MEMORY = re.compile(
+    r"Memory: ([\d.]+) GiB x ([\d.]+) - weights ([\d,]+) MiB - activations ([\d,]+) MiB "
+    r"\(at ([\d,]+) batched tokens\) = KV ([\d,]+) MiB"
+)
+_GPU_MEMORY = re.compile(
+    r"Free memory on device \([\d.]+/([\d.]+) GiB\) on startup\. Desired GPU memory utilization is "
+    r"\(([\d.]+), [\d.]+ GiB\)\. Actual usage is ([\d.]+) GiB for consumed memory \(weights \+ non-torch\), "
+    r"([\d.]+) GiB for peak activation, and ([\d.]+) GiB for CUDAGraph memory\..*"
+    r"Current kv cache memory in use is ([\d.]+) GiB"
+)
+_CPU_MEMORY = re.compile(
+    r"Auto set \(([\d.]+)/[\d.]+\) GiB for KV cache on node \d+, with ([\d.]+) GiB requested memory for the "
+    r"worker\. ([\d.]+) GiB memory was consumed by non-kv usages"
+)
+_PINNED_MEMORY = re.compile(
+    r"Explicitly set \(([\d.]+)/[\d.]+\) GiB for KV cache|reserved ([\d.]+) GiB memory for KV Cache"
+)
 _SPECULATION = re.compile(r"speculative_config=SpeculativeConfig\(([^)]*)\)")
 _PERIODIC = re.compile(
     r"(?P<month>\d\d)-(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d).*?"
@@ -97,7 +115,44 @@ def parse_log(text: str) -> LogFacts:
                 durations[name] = float(match[1])
     device = flags.pop("device", None)
     scrapes = tuple(_periodic(text.splitlines()))
-    return LogFacts(flags, complete, version, pool, str(device) if device else None, durations, scrapes)
+    return LogFacts(
+        flags,
+        complete,
+        version,
+        pool,
+        str(device) if device else None,
+        _memory(text, pool),
+        durations,
+        scrapes,
+    )
+
+
+def _memory(text: str, pool: int | None) -> LoggedMemory | None:
+    """Of the last start; None where it does not say enough."""
+    lines = "\n".join(line for line in text.splitlines() if "GiB" in line)
+    if pool is None or not lines:
+        return None
+    if found := _last(_BUNDLED_MEMORY, lines):
+        device, share, weights, activations, _, kv = found
+        off = 0.005 * GIB + 2 * MIB
+        parts = (weights * MIB, activations * MIB, kv * MIB)
+        return LoggedMemory(device * GIB * share, share, *parts, pool, off, proportional=True)
+    if found := _last(_GPU_MEMORY, lines):
+        device, share, consumed, activations, graphs, kv = found
+        parts = ((consumed + graphs) * GIB, activations * GIB, kv * GIB)
+        return LoggedMemory(device * GIB * share, share, *parts, pool, 0.04 * GIB)
+    if found := _last(_CPU_MEMORY, lines):
+        kv, requested, consumed = found
+        return LoggedMemory(requested * GIB, None, consumed * GIB, 0.0, kv * GIB, pool, 0.03 * GIB)
+    if found := _last(_PINNED_MEMORY, lines):
+        return LoggedMemory(0.0, None, 0.0, 0.0, max(found) * GIB, pool, 0.01 * GIB, pinned=True)
+    return None
+
+
+def _last(pattern: re.Pattern[str], text: str) -> tuple[float, ...] | None:
+    """The figures of the last match; 0 for a group that is not in it."""
+    found = [match.groups(default="0") for match in pattern.finditer(text)]
+    return tuple(float(figure.replace(",", "")) for figure in found[-1]) if found else None
 
 
 def _dumped(text: str) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Survey:
     run_seconds: float = DEFAULT_RUN_SECONDS
     """Length of a run."""
     memory: Mapping[str, Any] | None = None
-    """Its memory plan (``servers.flags.memory_plan.MemoryPlan``), where its log tells one."""
+    """Its memory plan (``servers.memory_plan.MemoryPlan``), where its log tells one."""
     lone_itl: float = math.nan
     """Seconds between the tokens of a lone request; NaN as above."""
 

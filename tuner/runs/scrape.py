@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from servers.metrics.page import PageReader
-
-_KV_LOG = re.compile(r"KV cache(?: size)?:?\s+(\d[\d,]{,20}) tokens", re.IGNORECASE)
-
+from servers.server_log import parse_log
 
 ENOUGH = 10
 """Scrapes that a peak is read from, at least: the first and the last of each run see an empty server."""
@@ -40,8 +37,7 @@ def read_figures(scrapes: Sequence[tuple[int, str]], log: str = "") -> ServerFig
         [figure for page in pages if (figure := page.figure(key)) is not None] for key in _FIGURES
     )
     pools = [pool for page in pages if (pool := page.kv_tokens) is not None]
-    logged = _KV_LOG.findall(log)
-    pool = pools[-1] if pools else int(logged[-1].replace(",", "")) if logged else None
+    pool = pools[-1] if pools else parse_log(log).kv_cache_tokens
     return ServerFigures(
         kv_tokens=pool,
         peak_running=int(max(running)) if len(running) >= ENOUGH else None,

@@ -36,7 +36,7 @@ from loadgen.plan.workload import Schedule
 from loadgen.target import TargetFailed
 from loadgen.targets.model_shape import Shape
 from loadgen.targets.simulated import SimulatedTarget, sketched_target
-from servers.flags.memory_plan import MemoryPlan
+from servers.memory_plan import MemoryPlan
 from servers.slo.bounds import LATENCIES, RATES, family_of, name_of
 from servers.slo.objective import Slo
 from tuner.runs.load import span

@@ -17,9 +17,9 @@ from typing import Any
 
 from servers.expression import parse_expression
 from servers.flags.defaults import NAMES, Platform
-from servers.flags.memory_plan import MemoryPlan
 from servers.flags.offered_flags import OfferedFlags
 from servers.kinds import KINDS
+from servers.memory_plan import MemoryPlan
 from tuner.space.axis import Axis, Value, is_number
 from tuner.space.rules import Numbers, evaluate
 
@@ -218,6 +218,12 @@ def default_of(knob: Knob, server: str) -> Value:
 
 def knobs_of(server: str) -> tuple[Knob, ...]:
     return tuple(knob for knob in KNOBS if knob.exists(server))
+
+
+def started_with(server: str) -> list[str]:
+    """The flags of every config of which a start tells, or a default is known."""
+    named = dict.fromkeys(knob.flag for knob in knobs_of(server) if knob.main or knob.name in HELD)
+    return [name for name in named if name in NAMES]
 
 
 @dataclass(frozen=True)

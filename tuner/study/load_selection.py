@@ -10,16 +10,18 @@ from loadgen.plan.traces import Trace
 from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, Workload
 from loadgen.plan.workload_file import workload_of
 from loadgen.target import OpenTarget
-from servers.flags.memory_plan import MemoryPlan
 from servers.flags.offered_flags import OfferedFlags
+from servers.kinds import KINDS
+from servers.memory_plan import MemoryPlan
 from servers.slo.objective import Slo
+from servers.start_log import read_start_log
 from tuner.job.job import DEFAULT_RUN_SECONDS, Job
 from tuner.job.options import Replay
 from tuner.runs.load import Load, Traffic
 from tuner.runs.profiling import OFFERED_SHARE, Survey, find_capacity, fitting_scale, time_alone
 from tuner.runs.replay import ReplayLoad, read_replay
+from tuner.space.knobs import started_with
 from tuner.space.space import Surroundings, effective
-from tuner.space.start_log import read_start_log
 from tuner.study.trial import Bench
 
 FALLBACK_CONTEXT = 4096
@@ -149,7 +151,8 @@ class Offer:
         """For a baseline that does not come up: what the job and the program say."""
         context = self.job.flags.get("max_model_len")
         version = (self.flags.version if self.flags else None) or ""
-        told = read_start_log("", self.job.server, self.job.flags, version=version)
+        server = self.job.server
+        told = read_start_log("", KINDS[server], self.job.flags, started_with(server), version=version)
         return Survey(
             max_model_len=context if isinstance(context, int) else FALLBACK_CONTEXT,
             start_seconds=math.nan,

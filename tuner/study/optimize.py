@@ -14,7 +14,9 @@ import optuna
 
 from loadgen.target import OpenTarget, Target
 from loadgen.targets.model_shape import shape_of
+from servers.kinds import KINDS
 from servers.slo.objective import Slo, parse_slo
+from servers.start_log import LINES, read_start_log
 from tuner.job.job import Job
 from tuner.runs.load import Traffic, span
 from tuner.runs.profiling import Survey
@@ -27,8 +29,8 @@ from tuner.search.prior import SimulatedPrior
 from tuner.search.strategies import make_strategy
 from tuner.search.study import Proposal, Study
 from tuner.space.file import SpaceFile
+from tuner.space.knobs import started_with
 from tuner.space.space import Config, build_space, describe_changes, effective
-from tuner.space.start_log import LINES, read_start_log
 from tuner.study.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
 from tuner.study.candidate_confirmation import Finals
 from tuner.study.cost import SPENT_ON
@@ -222,8 +224,9 @@ class Optimizer:
         job, log = self.job, server.log_tail(LINES)
         told = read_start_log(
             log,
-            job.server,
+            KINDS[job.server],
             job.flags,
+            started_with(job.server),
             metrics=server.scrape(),
             version=server.version,
             proportional=job.simulated,

@@ -19,7 +19,9 @@ from engine.sim.step_times import StepTimes
 from loadgen.plan.workload import Length, RequestClass, Workload
 from loadgen.targets.model_shape import Shape, shape_of
 from loadgen.targets.simulated import SimulatedTarget
+from servers.kinds import VLLM
 from servers.slo.objective import parse_slo
+from servers.start_log import read_start_log
 from tuner.command import run
 from tuner.job.job import Job
 from tuner.job.options import Options, Place
@@ -31,8 +33,8 @@ from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.search import fitted_simulator as sketch_module
 from tuner.search.fitted_simulator import NoSketch, Sketch, draw
 from tuner.search.prior import PriorError, SimulatedPrior, make_simulator
+from tuner.space.knobs import started_with
 from tuner.space.space import effective
-from tuner.space.start_log import read_start_log
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
 from tuner.study.trial import Bench
@@ -68,7 +70,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> SimulatedTarget:
 def survey(truth: SimulatedTarget) -> Survey:
     with truth.open(FLAGS) as server:
         alone = time_alone(server, 4096, 0, lambda to, load: to.run(load))
-        told = read_start_log(server.log_tail(), "vllm", FLAGS, proportional=True)
+        told = read_start_log(server.log_tail(), VLLM, FLAGS, started_with("vllm"), proportional=True)
     assert told.memory is not None
     return Survey(4096, 40.0, alone.prefill_speed, rate=5.0, lone_itl=alone.itl, memory=told.memory.to_json())
 

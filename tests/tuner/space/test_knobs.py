@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from servers.flags.memory_plan import MemoryPlan
 from servers.flags.offered_flags import OfferedFlags
+from servers.memory_plan import MemoryPlan
 from tuner.space.knobs import KNOBS, default_of, knobs_of
 from tuner.space.space import (
     DRAFTS,

@@ -1,4 +1,4 @@
-"""The memory plan of a server, read from the log of its start, so that a config without room needs no launch.
+"""The memory plan of a server, from the log of its start, so that a config without room needs no launch.
 
 A plan is the least that a config takes: what a start does not tell (how activations grow with the token
 budget) is left out, so that a config is refused only when it cannot fit, never because it may not.
@@ -6,12 +6,12 @@ budget) is left out, so that a config is refused only when it cannot fit, never 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-GIB, MIB = 1 << 30, 1 << 20
+from servers.logs.log_facts import GIB, MIB, LoggedMemory
+
 SHAPING = frozenset(
     [
         "tensor_parallel_size",
@@ -35,26 +35,6 @@ KV_BYTES: Mapping[str, int] = {
 }
 """Of one element, by the beginning of ``kv_cache_dtype``; below a byte they are taken for one."""
 
-_OURS = re.compile(
-    r"Memory: ([\d.]+) GiB x ([\d.]+) - weights ([\d,]+) MiB - activations ([\d,]+) MiB "
-    r"\(at ([\d,]+) batched tokens\) = KV ([\d,]+) MiB"
-)
-_OUR_POOL = re.compile(r"KV cache: ([\d,]+) tokens \([\d,]+ blocks of (\d+)\)")
-_POOL = re.compile(r"KV cache size: ([\d,]+) tokens")
-_VLLM_GPU = re.compile(
-    r"Free memory on device \([\d.]+/([\d.]+) GiB\) on startup\. Desired GPU memory utilization is "
-    r"\(([\d.]+), [\d.]+ GiB\)\. Actual usage is ([\d.]+) GiB for consumed memory \(weights \+ non-torch\), "
-    r"([\d.]+) GiB for peak activation, and ([\d.]+) GiB for CUDAGraph memory\..*"
-    r"Current kv cache memory in use is ([\d.]+) GiB"
-)
-_VLLM_CPU = re.compile(
-    r"Auto set \(([\d.]+)/[\d.]+\) GiB for KV cache on node \d+, with ([\d.]+) GiB requested memory for the "
-    r"worker\. ([\d.]+) GiB memory was consumed by non-kv usages"
-)
-_VLLM_PINNED = re.compile(
-    r"Explicitly set \(([\d.]+)/[\d.]+\) GiB for KV cache|reserved ([\d.]+) GiB memory for KV Cache"
-)
-
 
 @dataclass(frozen=True)
 class MemoryPlan:
@@ -77,29 +57,20 @@ class MemoryPlan:
     """The pool was set in bytes: ``gpu_memory_utilization`` moves nothing."""
 
     @classmethod
-    def read(cls, log: str, *, utilization: float, proportional: bool = False) -> Self | None:
-        """From a start's log; None where it does not say enough. ``utilization``: the server's flag."""
-        if (ours := _last(_OURS, log)) and (pool := _last(_OUR_POOL, log)):
-            device, share, weights, activations, _, kv = map(_number, ours)
-            bytes_ = (weights * MIB, activations * MIB, kv * MIB)
-            off = 0.005 * GIB + 2 * MIB
-            return cls(device * GIB, share, *bytes_, int(_number(pool[0])), off, proportional)
-        pool = _last(_POOL, log)
-        if pool is None:
-            return None
-        tokens = int(_number(pool[0]))
-        if found := _last(_VLLM_GPU, log):
-            device, share, consumed, activations, graphs, kv = map(_number, found)
-            bytes_ = ((consumed + graphs) * GIB, activations * GIB, kv * GIB)
-            return cls(device * GIB, share, *bytes_, tokens, 0.04 * GIB)
-        if found := _last(_VLLM_CPU, log):
-            kv, requested, consumed = map(_number, found)
-            device = requested / utilization * GIB
-            return cls(device, utilization, consumed * GIB, 0.0, kv * GIB, tokens, 0.03 * GIB)
-        if found := _last(_VLLM_PINNED, log):
-            kv = _number(found[0] or found[1])
-            return cls(0.0, utilization, 0.0, 0.0, kv * GIB, tokens, 0.01 * GIB, pinned=True)
-        return None
+    def of(cls, told: LoggedMemory, *, utilization: float, proportional: bool = False) -> Self:
+        """From what a start's log says. ``utilization``: the server's flag, where the log does not say it."""
+        share = told.utilization or utilization
+        return cls(
+            told.requested / share,
+            share,
+            told.fixed,
+            told.activations,
+            told.kv_bytes,
+            told.kv_tokens,
+            told.rounding,
+            proportional and told.proportional,
+            told.pinned,
+        )
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -154,16 +125,6 @@ def _kv_ratio(config: Mapping[str, Any], baseline: Mapping[str, Any]) -> float:
 
 def _kv_bytes(dtype: str) -> int:
     return next((size for name, size in KV_BYTES.items() if dtype.startswith(name)), 1)
-
-
-def _last(pattern: re.Pattern[str], log: str) -> tuple[str, ...] | None:
-    """The groups of the last match."""
-    found = [match.groups(default="") for match in pattern.finditer(log)]
-    return found[-1] if found else None
-
-
-def _number(text: str) -> float:
-    return float(text.replace(",", ""))
 
 
 def _mib(size: float) -> str:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
 
-from servers.flags.memory_plan import MemoryPlan
+from servers.kinds import KINDS
+from servers.memory_plan import MemoryPlan
+from servers.server_log import parse_log
+from servers.start_log import StartLog, read_start_log
+from tuner.space.knobs import started_with
 from tuner.space.space import Surroundings, build_space, effective
-from tuner.space.start_log import read_start_log
 
 GIB, MIB = 1 << 30, 1 << 20
 BUNDLED = """
@@ -61,8 +67,18 @@ max_running_requests=4096, context_len=65536, available_gpu_mem=13.50 GB
 """
 
 
+def started(log: str, server: str, given: Mapping[str, Any], **told: Any) -> StartLog:
+    return read_start_log(log, KINDS[server], given, started_with(server), **told)
+
+
+def plan_of(log: str, utilization: float = 0.92, **how: Any) -> MemoryPlan:
+    memory = parse_log(log).memory
+    assert memory is not None
+    return MemoryPlan.of(memory, utilization=utilization, **how)
+
+
 def test_vllm_on_a_cpu() -> None:
-    told = read_start_log(VLLM_CPU + PINNED, "vllm", {"max_model_len": 4096})
+    told = started(VLLM_CPU + PINNED, "vllm", {"max_model_len": 4096})
     assert told.version == "0.32.0"
     assert told.flags["max_num_batched_tokens"] == 2048
     assert told.flags["max_num_seqs"] == 128  # the CPU build's
@@ -74,25 +90,25 @@ def test_vllm_on_a_cpu() -> None:
 
 
 def test_of_a_server_that_did_not_start_its_build_is_known() -> None:
-    assert read_start_log("", "vllm", {}, version="0.32.0+cpu").flags["max_num_seqs"] == 128
-    assert read_start_log("", "vllm", {}, version="0.32.0").flags["max_num_seqs"] == 256
+    assert started("", "vllm", {}, version="0.32.0+cpu").flags["max_num_seqs"] == 128
+    assert started("", "vllm", {}, version="0.32.0").flags["max_num_seqs"] == 256
 
 
 def test_vllm_on_a_large_gpu_has_more_sequences_by_default() -> None:
-    told = read_start_log(VLLM_GPU, "vllm", {})
+    told = started(VLLM_GPU, "vllm", {})
     assert (told.flags["max_num_batched_tokens"], told.flags["max_num_seqs"]) == (8192, 1024)
-    given = read_start_log(VLLM_GPU, "vllm", {"max_num_seqs": 64})
+    given = started(VLLM_GPU, "vllm", {"max_num_seqs": 64})
     assert "max_num_seqs" not in given.flags
 
 
 def test_metrics_tell_what_the_log_does_not() -> None:
     metrics = 'vllm:cache_config_info{block_size="16",gpu_memory_utilization="0.7",engine="0"} 1.0\n'
-    assert read_start_log("", "vllm", {}, metrics=metrics).flags["gpu_memory_utilization"] == 0.7
-    assert read_start_log("", "vllm", {}, metrics="up 1\n").flags["gpu_memory_utilization"] == 0.92
+    assert started("", "vllm", {}, metrics=metrics).flags["gpu_memory_utilization"] == 0.7
+    assert started("", "vllm", {}, metrics="up 1\n").flags["gpu_memory_utilization"] == 0.92
 
 
 def test_sglang() -> None:
-    told = read_start_log(SGLANG, "sglang", {"max_num_seqs": 64})
+    told = started(SGLANG, "sglang", {"max_num_seqs": 64})
     assert told.flags["max_num_batched_tokens"] == 8192
     assert told.flags["gpu_memory_utilization"] == 0.874
     assert "max_num_seqs" not in told.flags
@@ -108,8 +124,7 @@ def test_sglang() -> None:
     ],
 )
 def test_memory_plans(log: str, device: float, fixed: float, activations: float, kv_tokens: int) -> None:
-    plan = MemoryPlan.read(log, utilization=0.5)
-    assert plan is not None
+    plan = plan_of(log, utilization=0.5)
     assert (plan.device, plan.fixed, plan.activations) == pytest.approx(
         (device * GIB, fixed * GIB, activations * GIB)
     )
@@ -118,12 +133,13 @@ def test_memory_plans(log: str, device: float, fixed: float, activations: float,
 
 
 def test_no_plan_without_the_figures() -> None:
-    assert MemoryPlan.read("", utilization=0.9) is None
-    assert MemoryPlan.read("GPU KV cache size: 100 tokens", utilization=0.9) is None
+    assert parse_log("").memory is None
+    assert parse_log("GPU KV cache size: 100 tokens").memory is None
+    assert parse_log(VLLM_GPU.replace("KV cache size", "")).memory is None
 
 
 def test_what_has_no_room_is_refused_with_its_arithmetic() -> None:
-    plan = MemoryPlan.read(BUNDLED, utilization=0.92)
+    plan = plan_of(BUNDLED)
     baseline = effective({}, "bundled")
     space = build_space(baseline, 8192, around=Surroundings("bundled", memory=plan))
     assert space.refusals(baseline) == []
@@ -145,14 +161,12 @@ def test_activations_that_grow_are_counted_only_where_they_are_known_to() -> Non
     baseline = effective({}, "bundled")
     many = {**baseline, "max_num_batched_tokens": 16_384}
     for proportional in (False, True):
-        plan = MemoryPlan.read(BUNDLED, utilization=0.92, proportional=proportional)
-        assert plan is not None
+        plan = plan_of(BUNDLED, proportional=proportional)
         assert bool(plan.refusal(many, baseline, 8192)) == proportional
 
 
 def test_a_pool_of_bytes_holds_what_it_holds() -> None:
-    plan = MemoryPlan.read(PINNED, utilization=0.92)
-    assert plan is not None
+    plan = plan_of(PINNED)
     baseline = effective({}, "vllm")
     assert plan.refusal({**baseline, "gpu_memory_utilization": 0.1}, baseline, 8192) == ""
     assert "the KV pool is set by hand" in plan.refusal(baseline, baseline, 100_000)
@@ -160,5 +174,10 @@ def test_a_pool_of_bytes_holds_what_it_holds() -> None:
 
 @pytest.mark.parametrize("line", ['{block_size="16"', "{}", '{block_size="16",block_size="17"} 1', "{ } } 1"])
 def test_a_garbled_line_of_metrics_tells_nothing(line: str) -> None:
-    told = read_start_log(VLLM_CPU, "vllm", {}, metrics=f"vllm:cache_config_info{line}")
-    assert told == read_start_log(VLLM_CPU, "vllm", {})
+    told = started(VLLM_CPU, "vllm", {}, metrics=f"vllm:cache_config_info{line}")
+    assert told == started(VLLM_CPU, "vllm", {})
+
+
+def test_the_end_of_an_sglang_start_is_enough() -> None:
+    told = started(SGLANG[SGLANG.index("max_total_num_tokens") :], "sglang", {})
+    assert (told.flags["max_num_batched_tokens"], told.flags["max_num_seqs"]) == (8192, 4096)
