@@ -142,8 +142,9 @@ def null_requests(endpoint: Endpoint, rate: int, seconds: float) -> WireLog:
 
 def errors_us(exchange: Exchange) -> list[float]:
     """Stamp - the server's clock in the event."""
-    pieces = decode(exchange.parts, exchange.stamps).pieces
-    return [(event.at_ns - json.loads(event.data)["t"]) / 1e3 for event in events(pieces)]
+    response = decode(exchange.parts, exchange.stamps)
+    found = events(response.parts, response.stamps)
+    return [(at_ns - json.loads(data)["t"]) / 1e3 for data, at_ns in found]
 
 
 def lags_us(log: WireLog) -> np.ndarray:

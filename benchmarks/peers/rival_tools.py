@@ -274,9 +274,10 @@ def stamped(url: str, load: Streams) -> list[list[Token]]:
 
 def _tokens(exchange: Exchange) -> list[Token]:
     found = []
-    for event in events(decode(exchange.parts, exchange.stamps).pieces):
-        choices = [] if event.data == b"[DONE]" else json.loads(event.data)["choices"]
-        times = [(exchange.intended_ns, int(choice["text"]), event.at_ns) for choice in choices]
+    response = decode(exchange.parts, exchange.stamps)
+    for data, at_ns in events(response.parts, response.stamps):
+        choices = [] if data == b"[DONE]" else json.loads(data)["choices"]
+        times = [(exchange.intended_ns, int(choice["text"]), at_ns) for choice in choices]
         found += [Token(*(time / 1e9 for time in each)) for each in times]
     return found
 

@@ -10,10 +10,10 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from time import monotonic_ns, time_ns
+from time import monotonic_ns
 from typing import cast
 
-from loadgen.wire.http1 import Framing, MalformedResponse, RequestFraming
+from loadgen.wire.http1 import MalformedMessage, RequestParser, ResponseParser
 from loadgen.wire.messages import Endpoint
 
 MAX_KEPT = 32 << 20
@@ -29,7 +29,6 @@ class Passage:
     path: str
     body: bytes
     at_ns: int
-    unix_ms: int
     parts: list[bytes] = field(default_factory=list)
     stamps: list[int] = field(default_factory=list)
     complete: bool = False
@@ -115,11 +114,11 @@ class _Client(_Side):
         """What came before the server was connected."""
         self._ended = False
         """The client will send no more."""
-        self._framing: RequestFraming | None = RequestFraming()
-        self._began_ns = self._began_unix_ms = 0
+        self._requests: RequestParser | None = RequestParser()
+        """None: what this client sends is no HTTP."""
         self._passages: deque[Passage] = deque()
         """Requests whose answers are not over, the oldest first."""
-        self._answer = Framing()
+        self._answer = ResponseParser()
         self._kept = 0
         self._dial: asyncio.Task[None] | None = None
 
@@ -163,21 +162,14 @@ class _Client(_Side):
 
     def _watch(self, data: bytes, now: int) -> None:
         """Tell requests apart. What is no HTTP is passed on all the same, and no longer looked at."""
-        while data and self._framing is not None:
-            if not self._framing.begun:
-                self._began_ns, self._began_unix_ms = now, time_ns() // 1_000_000
-            try:
-                rest = self._framing.feed(data)
-            except MalformedResponse:
-                self._framing = None
-                return
-            if rest is None:
-                return
-            request = self._framing
-            self._passages.append(
-                Passage(request.method, request.path, request.body, self._began_ns, self._began_unix_ms)
-            )
-            self._framing, data = RequestFraming(), rest
+        if self._requests is None:
+            return
+        try:
+            found = self._requests.feed(data, now)
+        except MalformedMessage:
+            self._requests = None
+            return
+        self._passages += [Passage(each.method, each.path, each.body, each.at_ns) for each in found]
 
     def answered(self, data: bytes) -> None:
         """Bytes from the server: on to the client, then looked at."""
@@ -195,12 +187,12 @@ class _Client(_Side):
             if self._answer.feed(data):
                 passage.complete = True
                 self._next_answer()
-        except MalformedResponse:
+        except MalformedMessage:
             self._next_answer()
 
     def _next_answer(self) -> None:
         self._proxy.over(self._passages.popleft())
-        self._answer, self._kept = Framing(), 0
+        self._answer, self._kept = ResponseParser(), 0
 
     def eof_received(self) -> bool:
         """A client that will send no more still wants its answer."""
@@ -214,8 +206,8 @@ class _Client(_Side):
             self.peer.transport.write_eof()
 
     def server_left(self) -> None:
-        if self._passages and self._answer.head is not None and self._answer.head.body_length is None:
-            self._passages[0].complete = not self._answer.head.chunked  # the end of the connection is its end
+        if self._passages:
+            self._passages[0].complete = self._answer.ends_with_connection
         self._finish()
         if self.transport is not None:
             self.transport.close()

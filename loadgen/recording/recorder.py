@@ -22,7 +22,7 @@ from loadgen.plan.trace_formats import SAMPLING, SCHEMA
 from loadgen.plan.traces import class_of
 from loadgen.recording.proxy import Passage
 from loadgen.wire.completion import read_stream
-from loadgen.wire.http1 import MalformedResponse, Response, decode
+from loadgen.wire.http1 import MalformedMessage, Response, decode
 from servers.files import write_atomically
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -132,7 +132,7 @@ class Recorder:
     def _rows_of(self, passage: Passage) -> Iterator[dict[str, Any]]:
         body = _object(passage.body)
         response = _response(passage)
-        if body is None or response is None or response.head.status != 200:
+        if body is None or response is None or response.status != 200:
             self.tally.failed += 1
             return
         usage, output = _answer(response)
@@ -185,13 +185,13 @@ def _object(data: bytes) -> dict[str, Any] | None:
 def _response(passage: Passage) -> Response | None:
     try:
         return decode(passage.parts, passage.stamps) if passage.parts else None
-    except MalformedResponse:
+    except MalformedMessage:
         return None
 
 
 def _answer(response: Response) -> tuple[Mapping[str, Any], int]:
     """(usage, output tokens): counted by the server, else chunks with content."""
-    if "text/event-stream" in response.head.headers.get("content-type", ""):
+    if "text/event-stream" in response.headers.get("content-type", ""):
         stream = read_stream(response)
         usage, chunks = stream.usage, sum(delta.chars > 0 for delta in stream.deltas)
     else:

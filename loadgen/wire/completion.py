@@ -9,9 +9,11 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+import msgspec
+
 from loadgen.measure.record import Failure, RequestRecord
 from loadgen.plan.workload import PlannedRequest
-from loadgen.wire.http1 import MalformedResponse, Response, decode
+from loadgen.wire.http1 import MalformedMessage, Response, decode
 from loadgen.wire.messages import End, Exchange
 from loadgen.wire.sse import events
 
@@ -49,8 +51,26 @@ _STATUS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Delta:
+_MOST_TOKENS = 1 << 31
+"""A larger count is taken for none: what it stands for is no number of tokens."""
+_RETRY_DIGITS = 10
+_MESSAGE_BYTES = 1 << 20
+"""Of a body that is no stream: where an error is looked for."""
+
+
+class _Body(msgspec.Struct, gc=False):
+    """What is read of an event. What the values are is looked at one by one: servers differ."""
+
+    choices: Any = None
+    usage: Any = None
+    metrics: Any = None
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+class _Delta(msgspec.Struct, frozen=True, gc=False):
     """One event with a choice: how much text, and how many tokens where the server counts them."""
 
     at_ns: int
@@ -77,10 +97,10 @@ def parse_exchange(exchange: Exchange, planned: PlannedRequest, start_ns: int) -
     """The record of ``exchange``; its times become relative to ``start_ns``."""
     response, failure, detail = _decode(exchange)
     stream = _Stream() if response is None or failure else read_stream(response)
-    if failure is None:
-        failure, detail = _judge(exchange, planned, stream)
     completion = _integer(stream.usage.get("completion_tokens"))
     chunks = merge_by_stamp(allot_tokens(stream.deltas, completion))
+    if failure is None:
+        failure, detail = _judge(exchange, planned, stream, delivered=bool(chunks))
     end_ns = exchange.stamps[-1] if failure is None else exchange.ended_ns
     return RequestRecord(
         index=exchange.index,
@@ -92,8 +112,8 @@ def parse_exchange(exchange: Exchange, planned: PlannedRequest, start_ns: int) -
         chunk_tokens=tuple(chunks.values()),
         failure=failure,
         detail=detail,
-        status=None if response is None else response.head.status,
-        retry_after=None if response is None else _retry_after(response.head.headers.get("retry-after")),
+        status=None if response is None else response.status,
+        retry_after=None if response is None else _retry_after(response.headers.get("retry-after")),
         finish_reason=stream.finish_reason,
         prompt_tokens=_integer(stream.usage.get("prompt_tokens")),
         completion_tokens=completion,
@@ -113,22 +133,26 @@ def _decode(exchange: Exchange) -> tuple[Response | None, Failure | None, str]:
         return None, _BEFORE_AN_ANSWER[exchange.end], exchange.detail
     try:
         response = decode(exchange.parts, exchange.stamps)
-    except MalformedResponse as error:
+    except MalformedMessage as error:
         whole = exchange.end in (End.COMPLETE, End.MALFORMED)  # else its head was cut off
         return None, Failure.GARBAGE if whole else _MID_STREAM[exchange.end], exchange.detail or str(error)
-    status = response.head.status
+    status = response.status
     if status != 200:
         return response, _STATUS.get(status, Failure.HTTP_ERROR), f"HTTP {status}: {_message(response.body)}"
-    kind = response.head.headers.get("content-type", "")
+    kind = response.headers.get("content-type", "")
     if response.complete and "text/event-stream" not in kind:
-        body = _json(response.body)
+        body = _json(response.body[:_MESSAGE_BYTES])
         if isinstance(body, dict) and "error" in body:
             return response, Failure.IN_BAND_ERROR, _message(response.body)
         return response, Failure.GARBAGE, f"expected an event stream, got {kind or 'no content type'}"
+    if (coding := response.headers.get("content-encoding", "identity")) != "identity":
+        return response, Failure.GARBAGE, f"the body is coded ({coding}), which was not asked for"
     return response, None, ""
 
 
-def _judge(exchange: Exchange, planned: PlannedRequest, stream: _Stream) -> tuple[Failure | None, str]:
+def _judge(
+    exchange: Exchange, planned: PlannedRequest, stream: _Stream, delivered: bool
+) -> tuple[Failure | None, str]:
     """Success needs a finish reason, no error in the stream, and with ignore_eos the right token count."""
     if stream.failure is not None:
         return stream.failure, stream.detail
@@ -136,7 +160,7 @@ def _judge(exchange: Exchange, planned: PlannedRequest, stream: _Stream) -> tupl
     if stream.finish_reason is None or not ended:
         return _MID_STREAM[exchange.end], exchange.detail
     completion = _integer(stream.usage.get("completion_tokens"))
-    if not stream.deltas or completion == 0:
+    if not delivered:
         return Failure.NO_TOKENS, f"finish reason {stream.finish_reason!r} without a token"
     if planned.ignore_eos and completion is not None and completion != planned.max_tokens:
         return Failure.TOKEN_COUNT, f"asked for {planned.max_tokens} tokens, got {completion}"
@@ -147,31 +171,41 @@ def read_stream(response: Response) -> _Stream:
     """Walk the events up to the first that ends or spoils the stream."""
     stream = _Stream()
     counted = 0
-    for event in events(response.pieces):
-        if event.data == b"[DONE]":
+    for data, at_ns in events(response.parts, response.stamps):
+        if data == b"[DONE]":
             break
-        body = _json(event.data)
-        if not isinstance(body, dict):
-            if not response.complete:  # the connection ended inside this event
-                break
-            stream.failure, stream.detail = Failure.GARBAGE, f"not a JSON object: {event.data[:80]!r}"
+        body = _event(data)
+        if body is None:
+            if response.complete:  # else the connection ended inside this event
+                stream.failure, stream.detail = Failure.GARBAGE, f"not a JSON object: {data[:80]!r}"
             break
-        if body.get("error") is not None:
-            stream.failure, stream.detail = Failure.IN_BAND_ERROR, _message(event.data)
+        if body.error is not None:
+            stream.failure, stream.detail = Failure.IN_BAND_ERROR, _message(data)
             break
-        counted = _take_event(stream, body, event.at_ns, counted)
+        try:
+            counted = _take_event(stream, body, at_ns, counted)
+        except RecursionError:
+            stream.failure, stream.detail = Failure.GARBAGE, f"nested too deeply: {data[:80]!r}"
+            break
     return stream
 
 
-def _take_event(stream: _Stream, body: dict[str, Any], at_ns: int, counted: int) -> int:
+def _event(data: bytes) -> _Body | None:
+    """None for what is no JSON object."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        parsed = _json(data)  # takes half a character and numbers beyond a float, as servers write them
+    return msgspec.convert(parsed, _Body) if isinstance(parsed, dict) else None
+
+
+def _take_event(stream: _Stream, body: _Body, at_ns: int, counted: int) -> int:
     """Add one event; returns the tokens that running usage has counted so far."""
-    usage = body.get("usage")
+    usage, choices = body.usage, body.choices
     if isinstance(usage, dict):
         stream.usage = usage
-    metrics = body.get("metrics")
-    if isinstance(metrics, dict):
-        stream.metrics = metrics
-    choices = body.get("choices")
+    if isinstance(body.metrics, dict):
+        stream.metrics = body.metrics
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         return counted
     choice = choices[0]
@@ -281,26 +315,33 @@ def _spread(deltas: Sequence[_Delta], total: int) -> list[float]:
 
 
 def _json(data: bytes) -> object:
+    """None for what is no JSON."""
     try:
-        return json.loads(
-            data.decode("utf-8", "surrogatepass")
-        )  # given bytes, it guesses their encoding first
-    except ValueError:
+        # Given bytes, it guesses their encoding first.
+        return json.loads(data.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError):
         return None
 
 
 def _message(body: bytes) -> str:
     """The server's own words, cut to a line."""
+    body = body[:_MESSAGE_BYTES]
     parsed = _json(body)
     error = parsed.get("error", parsed) if isinstance(parsed, dict) else None
     if isinstance(error, dict):
         error = error.get("message") or error.get("detail")
-    text = str(error) if error else body.decode("utf-8", "replace")
-    return " ".join(text.split())[:300]
+    try:
+        text = str(error) if error else ""
+    except RecursionError:
+        text = ""
+    return " ".join((text or body.decode("utf-8", "replace")).split())[:300]
 
 
 def _integer(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    """A count of tokens; None for what is none."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 <= value < _MOST_TOKENS else None
 
 
 def _cached_tokens(usage: dict[str, Any]) -> int | None:
@@ -313,10 +354,10 @@ def _retry_after(value: str | None) -> float | None:
     if value is None:
         return None
     if value.isascii() and value.isdigit():
-        return float(value)
+        return float(value) if len(value) < _RETRY_DIGITS else None
     try:
         when = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     return max(0.0, (when - datetime.now(UTC)).total_seconds()) if when.tzinfo else None
 

@@ -7,7 +7,7 @@ import ssl
 from time import monotonic_ns
 from typing import Protocol, cast
 
-from loadgen.wire.http1 import Framing, MalformedResponse
+from loadgen.wire.http1 import MalformedMessage, ResponseParser
 from loadgen.wire.messages import End, Endpoint, Exchange
 
 MAX_IDLE_NS = 2_000_000_000
@@ -33,14 +33,14 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One connection, at most one exchange at a time. Nothing is parsed: see :class:`Framing`."""
+    """One connection, at most one exchange at a time. What it receives is kept as it is, and stamped."""
 
-    __slots__ = ("_framing", "_pool", "_transport", "exchange", "fresh", "idle_since_ns")
+    __slots__ = ("_parser", "_pool", "_transport", "exchange", "fresh", "idle_since_ns")
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
         self._transport: asyncio.Transport | None = None
-        self._framing = Framing()
+        self._parser = ResponseParser()
         self.exchange: Exchange | None = None
         self.fresh = True
         self.idle_since_ns = 0
@@ -50,7 +50,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, exchange: Exchange, payload: bytes) -> None:
         assert self._transport is not None
-        self.exchange, self._framing = exchange, Framing()
+        self.exchange, self._parser = exchange, ResponseParser()
         self._transport.write(payload)
         exchange.sent_ns = monotonic_ns()
 
@@ -63,9 +63,9 @@ class Connection(asyncio.Protocol):
         exchange.stamps.append(now)
         exchange.parts.append(data)
         try:
-            if self._framing.feed(data):
+            if self._parser.feed(data):
                 self._answered(exchange)
-        except MalformedResponse as error:
+        except MalformedMessage as error:
             self.drop()
             self._pool.owner.broken(exchange, End.MALFORMED, str(error))
 
@@ -98,13 +98,12 @@ class Connection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def _answered(self, exchange: Exchange) -> None:
-        head, reusable = self._framing.head, self._framing.reusable
         self.exchange, self.fresh = None, False
-        if reusable:
+        if self._parser.reusable:
             self._pool.keep(self)
         else:
             self.abort()
-        self._pool.owner.answered(exchange, 0 if head is None else head.status)
+        self._pool.owner.answered(exchange, self._parser.status)
 
 
 class Pool:

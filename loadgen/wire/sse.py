@@ -1,4 +1,4 @@
-"""Server-sent events from body pieces that carry arrival stamps.
+"""Server-sent events from the parts of a body that carry arrival stamps.
 
 Lines end in LF, CRLF or CR and nothing else: U+2028 and its kind are content, so ``str.splitlines``
 must not be used. https://html.spec.whatwg.org/multipage/server-sent-events.html
@@ -6,57 +6,60 @@ must not be used. https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from loadgen.wire.http1 import Piece
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """The data of one event and the stamp (ns) of the byte that completed it."""
-
-    data: bytes
-    at_ns: int
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def events(pieces: Iterable[Piece]) -> Iterator[Event]:
-    """All events, in order. What stands at the end without its empty line counts as an event too:
-    servers close right after the last line, and a finish reason must not be lost over that."""
-    pending: list[bytes] = []
-    at_ns = 0
-    for line, at_ns in _lines(pieces):
-        if not line:
-            if pending:
-                yield Event(b"\n".join(pending), at_ns)
-                pending = []
-        elif line.startswith(b"data"):
-            name, _, value = line.partition(b":")
-            if name == b"data":
-                pending.append(value[1:] if value.startswith(b" ") else value)
-    if pending:
-        yield Event(b"\n".join(pending), at_ns)
+def events(parts: Sequence[bytes], stamps: Sequence[int]) -> Iterator[tuple[bytes, int]]:
+    """The data of each event and the stamp (ns) of the part that completed it, in order.
 
-
-def _lines(pieces: Iterable[Piece]) -> Iterator[tuple[bytes, int]]:
-    rest = b""
-    at_ns = 0
-    after_cr = False
-    first = True
-    for piece in pieces:
-        at_ns = piece.at_ns
-        data = piece.data
+    What stands at the end without its empty line counts as an event too: servers close right after the last
+    line, and a finish reason must not be lost over that.
+    """
+    values: list[bytes] = []
+    """Data lines of the event so far, …"""
+    cut: list[bytes] = []
+    """… and the parts of the line that goes on."""
+    after_cr, first, at_ns = False, True, 0
+    for data, stamp in zip(parts, stamps, strict=True):
+        if not (values or cut or after_cr) and _is_one_event(data):
+            yield data[6:-2], stamp
+            first = False
+            continue
         if after_cr and data.startswith(b"\n"):
             data = data[1:]
-        if not data:
-            after_cr = False
-            continue
         after_cr = data.endswith(b"\r")
-        # A lone CR ends a line as well; normalising costs nothing where there is none.
-        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
-        *lines, rest = (rest + data).split(b"\n")
+        if not data:
+            continue
+        at_ns = stamp
+        if b"\r" in data:  # alone it ends a line as well
+            data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+        if b"\n" not in data:
+            cut.append(data)
+            continue
+        *lines, rest = b"".join([*cut, data]).split(b"\n")
+        cut = [rest] if rest else []
         for line in lines:
-            yield (line.removeprefix(b"\xef\xbb\xbf") if first else line), at_ns
-            first = False
-    if rest:
-        yield rest, at_ns
+            if first:
+                line, first = line.removeprefix(_BYTE_ORDER_MARK), False
+            if line:
+                values += _value(line)
+            elif values:
+                yield b"\n".join(values), at_ns
+                values.clear()
+    values += _value(b"".join(cut))
+    if values:
+        yield b"\n".join(values), at_ns
+
+
+def _is_one_event(data: bytes) -> bool:
+    """The usual part of a stream: one event of one line."""
+    ends = data.find(b"\n") == len(data) - 2 and data.endswith(b"\n")
+    return ends and data.startswith(b"data: ") and b"\r" not in data
+
+
+def _value(line: bytes) -> list[bytes]:
+    """What a line says, if it is one of data."""
+    name, _, value = line.partition(b":")
+    return [value.removeprefix(b" ")] if name == b"data" else []

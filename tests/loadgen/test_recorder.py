@@ -26,7 +26,6 @@ from loadgen.plan.workload import preset
 from loadgen.recording.proxy import Passage, Proxy
 from loadgen.recording.recorder import Prefixes, Recorder
 from loadgen.wire.client import ClientOptions, run_schedule
-from loadgen.wire.http1 import MalformedResponse, RequestFraming
 from loadgen.wire.probe import Url, reach
 
 INLINE = ClientOptions(workers=0, timeout=30)
@@ -204,36 +203,11 @@ def test_equal_blocks_after_equal_beginnings_have_equal_numbers_and_a_new_key_ea
     assert Prefixes()._key != prefixes._key
 
 
-@pytest.mark.parametrize("size", [1, 3, 10_000])
-def test_requests_are_told_apart_however_their_bytes_come(size: int) -> None:
-    chunked = (
-        b"POST /b HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x=y\r\nde\r\n0\r\nT: 1\r\n\r\n"
-    )
-    stream = b"\r\nPOST /a HTTP/1.1\r\nContent-Length: 3\r\n\r\nxyz" + chunked + b"GET /c HTTP/1.1\r\n\r\n"
-    framing, found = RequestFraming(), []
-    for start in range(0, len(stream), size):
-        data = stream[start : start + size]
-        while data and (rest := framing.feed(data)) is not None:
-            found.append((framing.method, framing.path, framing.body))
-            framing, data = RequestFraming(), rest
-    assert found == [("POST", "/a", b"xyz"), ("POST", "/b", b"abcde"), ("GET", "/c", b"")]
-
-
-@pytest.mark.parametrize(
-    "data", [b"\x16\x03\x01\x02\x00\x01" * 20 + b"\r\n\r\n", b"GET /\r\n\r\n", b"A" * 70_000]
-)
-def test_what_is_no_request_is_said_to_be_none(data: bytes) -> None:
-    with pytest.raises(MalformedResponse):
-        RequestFraming().feed(data)
-
-
 def test_rows_survive_a_kill(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "t.jsonl")
     answer = json.dumps({"usage": {"prompt_tokens": 7, "completion_tokens": 2}}).encode()
     head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer)
-    passage = Passage(
-        "POST", "/v1/completions", b'{"prompt": "hello there"}', 5, 0, [head + answer], [9], True
-    )
+    passage = Passage("POST", "/v1/completions", b'{"prompt": "hello there"}', 5, [head + answer], [9], True)
     recorder.observe(passage)
     recorder._queue.put(None)
     recorder._thread.join()

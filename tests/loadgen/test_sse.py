@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from loadgen.wire.http1 import Piece
 from loadgen.wire.sse import events
 
 TEXT = "a\u2028b\u2029c\u0085d\x0b\x0c\x1ce"
@@ -38,7 +37,7 @@ EXPECTED = [TEXT, b"1\n2", b"[DONE]"]
 
 
 def read(pieces: list[bytes]) -> list[object]:
-    data = [event.data for event in events(Piece(piece, i) for i, piece in enumerate(pieces))]
+    data = [data for data, _ in events(pieces, range(len(pieces)))]
     return [json.loads(data[0])["t"], *data[1:]]
 
 
@@ -52,13 +51,23 @@ def test_line_endings_and_nothing_else_end_lines(newline: bytes) -> None:
 
 
 def test_an_event_has_the_stamp_of_the_byte_that_completed_it() -> None:
-    pieces = [Piece(b"data: a\n", 1), Piece(b"\ndata: b\n\ndata", 2), Piece(b": c\n", 3), Piece(b"\n", 4)]
-    assert [(event.data, event.at_ns) for event in events(pieces)] == [(b"a", 2), (b"b", 2), (b"c", 4)]
+    parts = [b"data: a\n", b"\ndata: b\n\ndata", b": c\n", b"\n", b"data: d\n\n"]
+    assert [*events(parts, range(5))] == [(b"a", 1), (b"b", 1), (b"c", 3), (b"d", 4)]
 
 
 def test_the_last_event_needs_no_empty_line() -> None:
-    assert [event.data for event in events([Piece(b"data: a\n\ndata: b", 5)])] == [b"a", b"b"]
+    assert [*events([b"data: a\n\ndata: b"], [5])] == [(b"a", 5), (b"b", 5)]
 
 
-def test_a_byte_order_mark_is_no_content() -> None:
-    assert [event.data for event in events([Piece(b"\xef\xbb\xbfdata: a\n\n", 1)])] == [b"a"]
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_a_byte_order_mark_is_no_content(size: int) -> None:
+    data = b"\xef\xbb\xbfdata: a\n\n"
+    parts = [data[i : i + size] for i in range(0, len(data), size)]
+    assert [found for found, _ in events(parts, range(len(parts)))] == [b"a"]
+
+
+def test_a_line_without_an_end_costs_no_more_than_its_bytes() -> None:
+    """It would be copied once per part: 20,000 times 10 MB on average."""
+    parts = [b"data: ", *[b"x" * 1000] * 20_000]
+    ((data, at),) = events(parts, range(len(parts)))
+    assert (len(data), at) == (20_000_000, 20_000)
