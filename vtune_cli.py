@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from typing import Annotated, Any
 
-INTERRUPTED, READER_GONE = 130, 128 + signal.SIGPIPE
+UNUSABLE, INTERRUPTED, READER_GONE = 2, 130, 128 + signal.SIGPIPE
 
 _alone = threading.current_thread() is threading.main_thread() and (
     signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -21,17 +21,34 @@ if _alone:  # a Ctrl-C while modules are imported has nothing to tidy up, and no
     signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
 
 import typer
+from typer.core import TyperGroup
 
 import doctor.cli
 import engine.cli
 import loadgen.cli
 import tuner.cli
+from engine.errors import EngineUserError
+from loadgen.output.escape import BLOCK, printable
+from servers.errors import UserError
 
 if _alone:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+class Commands(TyperGroup):
+    """Says what the user got wrong in one message. Any other exception is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> object:
+        try:
+            return super().invoke(ctx)
+        except (UserError, EngineUserError) as error:
+            typer.echo(f"error: {printable(str(error), BLOCK)}", err=True)
+            raise typer.Exit(UNUSABLE) from None
+
+
 app = typer.Typer(
     name="vtune",
+    cls=Commands,
     help="Find the flags that meet your SLO, prove it, and diagnose a live LLM server.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -12,10 +12,11 @@ import typer
 
 from doctor.commands.diff_command import diff_command
 from doctor.commands.export_command import export_app
-from doctor.commands.options import LogIn, assumptions, choose_source, stop
+from doctor.commands.options import LogIn, assumptions, choose_source, flags_of, interrupted
 from doctor.commands.playbook_command import playbook_app
 from doctor.commands.verify_command import verify_command
 from loadgen.commands.options import with_options
+from servers.errors import OptionError
 
 if TYPE_CHECKING:
     from doctor.diagnosis.finding import Diagnosis
@@ -130,19 +131,15 @@ def doctor(
     if context.invoked_subcommand is not None:
         return
     from doctor.diagnosis.diagnose import diagnose
-    from doctor.diagnosis.playbook import PlaybookError
     from doctor.metrics.period import period, seconds
     from doctor.metrics.sources import SeriesFile
-    from servers.command import parse_command
-    from servers.errors import SourceError
-    from servers.flags.words import FlagError
     from servers.kinds import BUNDLED
     from servers.server_log import read_log
-    from servers.slo.bounds import SloError
 
     try:
         source = choose_source(metrics, prometheus, series, log, selector, period(since, until), bench, login)
-        command = parse_command(flags) if flags is not None else None
+        command = flags_of(flags) if flags is not None else None
+        before = flags_of(baseline_flags, "--baseline-flags") if baseline_flags is not None else None
 
         def judge() -> Diagnosis:
             return diagnose(
@@ -153,7 +150,7 @@ def doctor(
                 assume=assumptions(assume or []),
                 window=None if window is None else seconds(window),
                 baseline=None if baseline is None else SeriesFile(baseline),
-                baseline_flags=None if baseline_flags is None else parse_command(baseline_flags).flags,
+                baseline_flags=None if before is None else before.flags,
                 kind=BUNDLED if command is not None and command.kind is BUNDLED else None,
             )
 
@@ -164,12 +161,8 @@ def doctor(
         else:
             diagnosis = judge()
             _print(diagnosis, format, queries, fail_on)
-    except FlagError as error:
-        stop(f"--flags or --baseline-flags: {error}" if baseline_flags else f"--flags: {error}")
-    except (SourceError, SloError, PlaybookError, ValueError) as error:
-        stop(str(error))
     except KeyboardInterrupt:
-        stop("interrupted before two scrapes were taken", code=130)
+        interrupted("interrupted before two scrapes were taken")
     raise typer.Exit(_exit_code(diagnosis, fail_on))
 
 
@@ -190,7 +183,7 @@ def _watch(judge: Callable[[], Diagnosis], pause: float, format: Format) -> Diag
     from servers.errors import SourceError
 
     if format not in (Format.text, Format.json):
-        raise ValueError(f"--watch writes text or json, not {format.value}")
+        raise OptionError(f"--watch writes text or json, not {format.value}")
 
     def show(seen: Diagnosis | SourceError) -> None:
         now = datetime.now()

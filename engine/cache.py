@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from engine.errors import EngineUserError
 
-class FetchError(RuntimeError):
+
+class FetchError(EngineUserError):
     """What belongs in the cache cannot be fetched or made. The message says why, and what to do."""
 
 

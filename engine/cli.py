@@ -56,28 +56,24 @@ def explain(
         ExplainFormat, typer.Option(help="A table for people, or one JSON object a step.")
     ] = ExplainFormat.table,
 ) -> None:
-    """Run the scheduler on the requests and print its steps. See EXPLAIN_HELP."""
+    """Run the scheduler on the requests and print its steps. See EXPLAIN_HELP. Raises ExplainError."""
     from engine.explain.explain import explain as run
     from engine.explain.explain_input import ExplainError, load, read_config, read_requests
 
-    try:
-        if config == requests == "-":
-            raise ExplainError("--config and --requests cannot both be standard input")
-        setup = read_config(load(config))
-        arrivals = read_requests(load(requests), setup)
-        for warning in setup.warnings:
-            typer.echo(f"warning: {warning}", err=True)
-        steps = run(setup, arrivals)
-        if format is ExplainFormat.jsonl:
-            for step in steps:
-                typer.echo(json.dumps(step.row(setup.speculative)))
-        else:
-            from engine.explain.explain_table import print_steps
+    if config == requests == "-":
+        raise ExplainError("--config and --requests cannot both be standard input")
+    setup = read_config(load(config))
+    arrivals = read_requests(load(requests), setup)
+    for warning in setup.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    steps = run(setup, arrivals)
+    if format is ExplainFormat.jsonl:
+        for step in steps:
+            typer.echo(json.dumps(step.row(setup.speculative)))
+    else:
+        from engine.explain.explain_table import print_steps
 
-            print_steps(setup, steps, sys.stdout)
-    except ExplainError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
+        print_steps(setup, steps, sys.stdout)
 
 
 def mount(app: typer.Typer) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
+from engine.errors import EngineUserError
+
 GIB = 1 << 30
 MAX_COUNT = (1 << 31) - 1
 """Of tokens, sequences or blocks: kernels count in 32 bits."""
@@ -28,7 +30,7 @@ UNIFIED_ONLY = (
 """Flags that ``--scheduler static`` and ``two-track`` do not have."""
 
 
-class ConfigError(ValueError):
+class ConfigError(EngineUserError):
     """A flag's value breaks a rule. The message names flag, value, rule and fix."""
 
     def __init__(self, flag: str, value: object, rule: str, fix: str) -> None:

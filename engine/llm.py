@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import EngineConfig, SpeculativeConfig, StructuredOutputsConfig
 from engine.core import EngineCore
+from engine.errors import EngineUserError
 from engine.models.checkpoint import load_model_config
 from engine.models.weights import resolve_model
 from engine.request import Request, RequestStatus, SamplingParams
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 Observer = Callable[[StepPlan, StepOutput], None]
+
+
+class PromptError(EngineUserError):
+    """A prompt that the engine cannot complete."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +56,10 @@ class _Sequence:
     def take(self, output: RequestOutput) -> bool:
         """Book an output; True if a stop string ended the text, so that the request is to be dropped.
 
-        Raises ValueError for a request that the engine has refused.
+        Raises PromptError for a request that the engine has refused.
         """
         if output.finish is RequestStatus.FINISHED_ERROR:
-            raise ValueError(str(output.stop_reason))
+            raise PromptError(str(output.stop_reason))
         piece = self.stream.advance(output)
         self.text += piece.text
         self.token_ids += piece.token_ids
@@ -110,7 +115,8 @@ class LLM:
         """Complete every prompt (each text or token ids); answers in the prompts' order.
 
         ``arrivals[i]`` is the step before which request i is added (0 for all by default), so that a
-        workload is exactly repeatable. ``observe`` sees every step. Raises ValueError for a bad prompt.
+        workload is exactly repeatable. ``observe`` sees every step. Raises PromptError for a bad prompt, and
+        ValueError for lists of different lengths.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is a list; for one prompt give a list of one")
@@ -159,13 +165,13 @@ class LLM:
         limit = self.core.config.max_model_len
         assert limit is not None
         if not token_ids:
-            raise ValueError("a prompt must hold at least one token")
+            raise PromptError("a prompt must hold at least one token")
         if len(token_ids) >= limit:
-            raise ValueError(
+            raise PromptError(
                 f"a prompt of {len(token_ids)} tokens leaves no room below max_model_len {limit}"
             )
         if not 0 <= min(token_ids) <= max(token_ids) < self._model.vocab_size:
-            raise ValueError(
+            raise PromptError(
                 f"token ids must lie in 0 to {self._model.vocab_size - 1}, the model's vocabulary"
             )
         self._num_requests += 1

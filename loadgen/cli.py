@@ -27,9 +27,9 @@ from loadgen.output.terminal import (
     INVALID,
     check_writable,
     display,
-    fail,
     interruptible,
 )
+from servers.errors import UserError
 
 if TYPE_CHECKING:
     from loadgen.measure.record import Records
@@ -109,15 +109,12 @@ def run(
     from servers.slo.bounds import parse_bounds
 
     check_writable(out, json_file, html_file)
-    try:
-        bounds = parse_bounds(slo) if slo else ()
-        load.check()
-        server = server.asked()
-        schedule = server.source(load)(seed)
-        with interruptible() as stop, display(schedule) as show:
-            records = server.run(schedule, show, stop)
-    except (ConnectionError, ValueError) as error:
-        fail(str(error))
+    bounds = parse_bounds(slo) if slo else ()
+    load.check()
+    server = server.asked()
+    schedule = server.source(load)(seed)
+    with interruptible() as stop, display(schedule) as show:
+        records = server.run(schedule, show, stop)
     _write(records, bounds, out, json_file, html_file)
     missed = _print(records, bounds, format)
     raise typer.Exit(_exit_code(records) or (FAILED if missed else 0))
@@ -146,14 +143,11 @@ def report(
 
     Exit codes: 0 printed, 1 a bound of --slo is missed, 2 no saved run.
     """
-    from loadgen.measure.record import Records, RecordsError
-    from servers.slo.bounds import SloError, parse_bounds
+    from loadgen.measure.record import Records
+    from servers.slo.bounds import parse_bounds
 
-    try:
-        bounds = parse_bounds(slo) if slo else ()
-        records = Records.load(file / "records.json" if file.is_dir() else file)
-    except (RecordsError, SloError) as error:
-        fail(str(error))
+    bounds = parse_bounds(slo) if slo else ()
+    records = Records.load(file / "records.json" if file.is_dir() else file)
     _write(records, bounds, None, None, html_file)
     if _print(records, bounds, format):
         raise typer.Exit(FAILED)
@@ -192,7 +186,7 @@ def _write(
             for path in pages:
                 write_atomically(path, [page])
     except OSError as error:
-        fail(f"cannot write {error.filename}: {error.strerror}")
+        raise UserError(f"cannot write {error.filename}: {error.strerror}") from None
 
 
 def _print(records: Records, bounds: Sequence[Bound], format: RunFormat) -> bool:

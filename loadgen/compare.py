@@ -25,9 +25,10 @@ from loadgen.measure.estimator import (
     whole,
 )
 from loadgen.measure.record import Records
-from loadgen.measure.stats import RATES, Bound, Summary
+from loadgen.measure.stats import RATES, Bound, FigureError, Summary
 from loadgen.plan.workload import Schedule
 from loadgen.target import OpenTarget, Target, TargetFailed
+from servers.errors import UserError
 
 SCHEMA = "vtune.comparison/1"
 Side = Literal["a", "b"]
@@ -38,7 +39,7 @@ _MAY_DIFFER = {"url", "estimate"}
 _NO_ROOM = ("out_of_memory", "kv_cache_too_small", "killed")
 
 
-class Incomparable(ValueError):
+class Incomparable(UserError):
     """The runs did not do the same thing on the same machine; the message names what differs."""
 
 
@@ -93,11 +94,11 @@ class Comparison:
     notes: tuple[str, ...] = ()
 
     def row(self, metric: str) -> Row:
-        """Raises KeyError for a metric that was not compared."""
+        """Raises FigureError for a metric that was not compared."""
         for row in self.rows:
             if row.metric == metric:
                 return row
-        raise KeyError(f"{metric} was not compared; there is {', '.join(row.metric for row in self.rows)}")
+        raise FigureError(f"{metric} was not compared; there is {', '.join(row.metric for row in self.rows)}")
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, without the runs themselves; nan and infinity become None."""
@@ -208,7 +209,7 @@ def compare_runs(
 ) -> Comparison:
     """Compare runs that exist, e.g. saved ones. ``one_load``: both sides must have sent the same.
 
-    Raises Incomparable, and KeyError for an unknown metric.
+    Raises Incomparable, and FigureError for an unknown metric.
     """
     for pair in pairs:
         _check(pair, pairs[0], one_load)
@@ -287,10 +288,10 @@ def _more_failures(failed_a: int, total_a: int, failed_b: int, total_b: int) -> 
 
 
 def split_metric(metric: str) -> tuple[str, str | None]:
-    """``ttft_p95{class=short}`` -> ("ttft_p95", "short"). Raises KeyError for another form."""
+    """``ttft_p95{class=short}`` -> ("ttft_p95", "short"). Raises FigureError for another form."""
     match = re.fullmatch(r"(\w+)(?:\{class=([^}]+)\})?", metric)
     if match is None:
-        raise KeyError(f"{metric!r} is no metric: write e.g. itl_p99 or ttft_p95{{class=short}}")
+        raise FigureError(f"{metric!r} is no metric: write e.g. itl_p99 or ttft_p95{{class=short}}")
     return match[1], match[2]
 
 

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from servers.errors import UserError
+
 if TYPE_CHECKING:
     from loadgen.measure.record import Records
     from loadgen.plan.workload import Schedule
@@ -31,7 +33,7 @@ ENVIRONMENTAL = frozenset(
 """Reasons that say nothing about the config: the machine or the set-up is at fault."""
 
 
-class TargetFailed(Exception):
+class TargetFailed(UserError):
     """A target that could not be opened or did not last.
 
     ``reason`` is one word to count by: out_of_memory, kv_cache_too_small, bad_flag, model_not_found,

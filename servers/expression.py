@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
+from servers.errors import UserError
 from servers.reading import Missing, Number, Reading
 
 Lookup = Callable[[str], Reading]
@@ -26,7 +27,7 @@ _CALLS: Mapping[str, Callable[[Number, Number], Number]] = {"min": Number.minimu
 _COMPARISONS = {ast.Gt: ">", ast.GtE: ">=", ast.Lt: "<", ast.LtE: "<=", ast.Eq: "=="}
 
 
-class ExpressionError(ValueError):
+class ExpressionError(UserError):
     """Text outside the language. The message says which part, and what is allowed."""
 
 

@@ -7,63 +7,34 @@ from collections.abc import Callable
 import optuna
 from rich.console import Console
 
-from loadgen.commands.options import OptionError
-from loadgen.plan.arrivals import ArrivalError
-from loadgen.plan.workload import WorkloadError
-from servers.flags.words import FlagError
 from servers.kinds import KINDS
-from servers.slo.bounds import SloError
-from tuner.job.job import UsageError
 from tuner.job.options import Options
 from tuner.output.display import Terminal, make_observer
-from tuner.output.folder import OutputError, locked
+from tuner.output.folder import locked
 from tuner.report.study_result import Verdict, come_to_verdict, conclude
 from tuner.runs.interrupts import Interrupts
-from tuner.search.from_doctor import FindingsError
-from tuner.search.prior import PriorError, make_simulator
+from tuner.search.prior import make_simulator
 from tuner.session.new_job import RUNS
 from tuner.session.session import Session
-from tuner.space.space import SpaceError
 from tuner.study.optimize import Optimizer
-from tuner.study.regression import PreviousError
-from tuner.study.target import TargetError, check_offered, make_target
+from tuner.study.target import check_offered, make_target
 from tuner.study.trial import Bench, SetupFailed
 from tuner.workers.coordination import join
-from tuner.workers.local_workers import WorkersError, local_workers, shares
+from tuner.workers.local_workers import local_workers, shares
 from tuner.workers.machine import others, visible_devices
-from tuner.workers.storage import StorageError
 
 CANNOT_WRITE, INTERRUPTED = 2, 130
 
 
-_EXPECTED = (
-    UsageError,
-    OptionError,
-    TargetError,
-    SloError,
-    SpaceError,
-    PreviousError,
-    OutputError,
-    StorageError,
-    WorkersError,
-    FlagError,
-    SetupFailed,
-    PriorError,
-    FindingsError,
-    WorkloadError,
-    ArrivalError,
-)
-
-
 def run(options: Options) -> int:
-    """Run or resume a study; returns the exit code. Everything but the verdict goes to stderr."""
+    """Run or resume a study; returns the exit code. Everything but the verdict goes to stderr.
+
+    Raises UserError.
+    """
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     console = Terminal()
     try:
         return _run(Session.of(options), console)
-    except _EXPECTED as error:
-        _show(console)(f"error: {error}")
-        return 2
     except BrokenPipeError:  # the reader of a standard stream is gone
         raise
     except (OSError, optuna.exceptions.StorageInternalError) as error:

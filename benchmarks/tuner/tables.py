@@ -21,11 +21,12 @@ from typing import Any
 from benchmarks.engine.shapes import SHAPES, shape
 from benchmarks.tuner.noise import TABLE
 from benchmarks.tuner.problems import CPU, MEASURED, THRESHOLD, Key, Problem, runs_out_of_memory
+from engine.config import ConfigError
 from engine.sim.server import SimulatedServer, Simulation
 from engine.sim.step_times import StepTimes
 from engine.step import StepOutput, StepPlan
 from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, preset
-from loadgen.targets.simulated import SimulatedTarget
+from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError
 from servers.files import write_atomically
 from servers.slo.bounds import COUNTS, Bound
 from tuner.runs.load import Load, span
@@ -193,7 +194,7 @@ class Builder:
             simulation = self._target.simulation(given)
             changed = replace(simulation, times=self._change(simulation.times))
             server = SimulatedServer(changed)
-        except ValueError as error:
+        except (SimulatedTargetError, ConfigError) as error:
             return Entry({}, f"does not start: {error}")
         plan = server.core.memory_plan
         known = self._done.setdefault((threshold, drafts), [])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from doctor.commands.options import LogIn, stop
+from doctor.commands.options import LogIn, flags_of, interrupted
 from loadgen.commands.options import with_options
+from servers.errors import OptionError
 
 if TYPE_CHECKING:
     from doctor.diagnosis.diff import Side
@@ -53,29 +55,27 @@ def diff_command(
 
     from doctor.diagnosis.diff import as_lines, difference
     from doctor.diagnosis.judged_slo import parse_slo
-    from doctor.diagnosis.playbook import PlaybookError
-    from servers.errors import SourceError
-    from servers.flags.words import FlagError
-    from servers.slo.bounds import SloError
 
     try:
         spans = (_window(window_a, "--window-a"), _window(window_b, "--window-b"))
         paths = (a, b if b is not None else a)
         if prometheus is None and a is None:
-            raise ValueError("nothing to compare: give two recordings, or --prometheus URL and two windows")
+            raise OptionError("nothing to compare: give two recordings, or --prometheus URL and two windows")
         if (prometheus is not None or b is None) and None in spans:
-            raise ValueError("two windows of one source need --window-a and --window-b, such as 13:55..14:05")
+            raise OptionError(
+                "two windows of one source need --window-a and --window-b, such as 13:55..14:05"
+            )
+        commands = (
+            flags_of(flags_a, "--flags-a").flags if flags_a is not None else None,
+            flags_of(flags_b, "--flags-b").flags if flags_b is not None else None,
+        )
         sides = [
             _side(prometheus, selector, login, path, span, flags, log)
-            for path, span, flags, log in zip(paths, spans, (flags_a, flags_b), (log_a, log_b), strict=True)
+            for path, span, flags, log in zip(paths, spans, commands, (log_a, log_b), strict=True)
         ]
         found = difference(sides[0], sides[1], parse_slo(slo))
-    except FlagError as error:
-        stop(f"--flags-a or --flags-b: {error}")
-    except (SourceError, SloError, PlaybookError, ValueError) as error:
-        stop(str(error))
     except KeyboardInterrupt:
-        stop("interrupted", code=130)
+        interrupted()
     if format is DiffFormat.json:
         typer.echo(json.dumps(found.to_json(), indent=2, allow_nan=False))
     else:
@@ -89,7 +89,7 @@ def _window(text: str | None, option: str) -> Period | None:
         return None
     since, dots, until = text.partition("..")
     if not dots or not since:
-        raise ValueError(f"{option} {text}: write from..until, such as 13:55..14:05 or -20m..-10m")
+        raise OptionError(f"{option} {text}: write from..until, such as 13:55..14:05 or -20m..-10m")
     return period(since, until or None)
 
 
@@ -99,12 +99,11 @@ def _side(
     login: LogIn,
     path: Path | None,
     span: Period | None,
-    flags: str | None,
+    flags: Mapping[str, Any] | None,
     log: Path | None,
 ) -> Side:
     from doctor.diagnosis.diff import Side
     from doctor.metrics.sources import PrometheusSource, SeriesFile, Source
-    from servers.command import parse_command
     from servers.server_log import read_log
 
     source: Source
@@ -113,5 +112,4 @@ def _side(
     else:
         assert path is not None
         source = SeriesFile(path, span)
-    command = None if flags is None else parse_command(flags).flags
-    return Side(source, command, None if log is None else read_log(log))
+    return Side(source, flags, None if log is None else read_log(log))

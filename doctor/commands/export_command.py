@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from doctor.commands.options import LogIn, assumptions, choose_source, stop
+from doctor.commands.options import LogIn, assumptions, choose_source, flags_of, interrupted
 from loadgen.commands.options import with_options
 
 if TYPE_CHECKING:
@@ -85,11 +85,7 @@ def _compiler(wanted: Exported, selector: str, login: LogIn) -> RuleCompiler:
     """``selector``: what the exported rules select; a Prometheus is looked at with the one asked for."""
     from doctor.export.export import compiler
     from doctor.metrics.period import seconds
-    from servers.command import parse_command
-    from servers.errors import SourceError
-    from servers.flags.words import FlagError
     from servers.server_log import read_log
-    from servers.slo.bounds import SloError
 
     try:
         sources = (wanted.metrics, wanted.prometheus, wanted.series)
@@ -98,7 +94,7 @@ def _compiler(wanted: Exported, selector: str, login: LogIn) -> RuleCompiler:
         source = choose_source(*sources, None, where, login=login) if looked_at else None
         return compiler(
             source,
-            parse_command(wanted.flags).flags if wanted.flags is not None else None,
+            flags_of(wanted.flags).flags if wanted.flags is not None else None,
             wanted.slo,
             log=read_log(wanted.log) if wanted.log is not None else None,
             assume=assumptions(wanted.assume or []),
@@ -106,9 +102,5 @@ def _compiler(wanted: Exported, selector: str, login: LogIn) -> RuleCompiler:
             selector=selector,
             version=wanted.vllm_version,
         )
-    except FlagError as error:
-        stop(f"--flags: {error}")
-    except (SourceError, SloError, ValueError) as error:
-        stop(str(error))
     except KeyboardInterrupt:
-        stop("interrupted before two scrapes were taken", code=130)
+        interrupted("interrupted before two scrapes were taken")

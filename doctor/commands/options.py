@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from loadgen.output.escape import BLOCK, printable
+from loadgen.output.terminal import INTERRUPTED
+from servers.errors import OptionError
 
 if TYPE_CHECKING:
     from doctor.metrics.access import Access
     from doctor.metrics.period import Period
     from doctor.metrics.sources import Source
+    from servers.command import ServerCommand
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class LogIn:
     )
 
     def access(self) -> Access:
-        """Raises ValueError for what cannot be read."""
+        """Raises AccessError for what cannot be read."""
         from doctor.metrics.access import read_access
 
         return read_access(
@@ -109,7 +111,7 @@ def _progress() -> Callable[[float], None] | None:
 
 
 def assumptions(texts: list[str]) -> dict[str, float]:
-    """Read ``shared-prefix=1000``. Raises ValueError."""
+    """Read ``shared-prefix=1000``. Raises OptionError."""
     from doctor.diagnosis.playbook import ASSUMPTIONS
 
     assumed = {}
@@ -118,17 +120,28 @@ def assumptions(texts: list[str]) -> dict[str, float]:
         key = name.strip().replace("-", "_")
         if key not in ASSUMPTIONS:
             known = ", ".join(known.replace("_", "-") for known in ASSUMPTIONS)
-            raise ValueError(f"--assume {text}: unknown; known: {known}")
+            raise OptionError(f"--assume {text}: unknown; known: {known}")
         try:
             assumed[key] = float(value)
         except ValueError:
-            raise ValueError(f"--assume {text}: write {name}=NUMBER") from None
+            raise OptionError(f"--assume {text}: write {name}=NUMBER") from None
         if not 0 <= assumed[key] < float("inf"):
-            raise ValueError(f"--assume {text}: must be a number of tokens, 0 or more")
+            raise OptionError(f"--assume {text}: must be a number of tokens, 0 or more")
     return assumed
 
 
-def stop(message: str, code: int = 2) -> NoReturn:
-    """Say what was wrong, and end."""
-    typer.echo(f"vtune doctor: {printable(message, BLOCK)}", err=True)
-    raise typer.Exit(code)
+def flags_of(text: str, option: str = "--flags") -> ServerCommand:
+    """The command that ``option`` gives. Raises FlagError, which names the option."""
+    from servers.command import parse_command
+    from servers.flags.words import FlagError
+
+    try:
+        return parse_command(text)
+    except FlagError as error:
+        raise FlagError(f"{option}: {error}") from None
+
+
+def interrupted(message: str = "interrupted") -> NoReturn:
+    """Say so, and end."""
+    typer.echo(message, err=True)
+    raise typer.Exit(INTERRUPTED)

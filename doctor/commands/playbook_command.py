@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from doctor.commands.options import stop as end_with
+from doctor.commands.options import interrupted
+from servers.errors import OptionError, UserError
 
 if TYPE_CHECKING:
     from doctor.diagnosis.playbook import Playbook
@@ -100,7 +101,6 @@ def run_playbook(
     Exit codes: 0 verified (or folklore refuted, or inconclusive), 1 refuted, 2 bad usage or no server, 3 the
     symptom did not show, 4 inconclusive with --fail-on-inconclusive, 130 interrupted.
     """
-    from doctor.diagnosis.experiment import ExperimentError
     from doctor.metrics.period import seconds as read_seconds
     from doctor.proof.experiment_runner import Order, carry_out
     from doctor.proof.verify import Interrupted, Terms
@@ -108,14 +108,14 @@ def run_playbook(
     from loadgen.target import TargetFailed
 
     if bool(identities) == all_of_them:
-        end_with("name playbooks, or give --all")
+        raise OptionError("name playbooks, or give --all")
     if format not in ("text", "json"):
-        end_with(f"--format {format}: write text or json")
+        raise OptionError(f"--format {format}: write text or json")
     books = list(_playbooks()) if all_of_them else [_named(identity) for identity in identities or ()]
     for book in books if identities else ():
         count = len(book.reproduction.experiments)
         if experiment is not None and 0 < count < experiment:
-            end_with(f"--experiment {experiment}: {book.id} has {count}")
+            raise OptionError(f"--experiment {experiment}: {book.id} has {count}")
     check_writable(out)
     order = Order(
         target=target,
@@ -140,12 +140,8 @@ def run_playbook(
                 proofs.append(proof)
                 if format == "text":
                     typer.echo(proof.text() + "\n")
-    except ExperimentError as error:
-        end_with(str(error))
     except Interrupted:
-        end_with("interrupted", INTERRUPTED)
-    except ValueError as error:
-        end_with(str(error))
+        interrupted()
     if format == "json":
         typer.echo(json.dumps([proof.to_json() for proof in proofs], indent=2))
     for book in books:
@@ -177,14 +173,11 @@ def _named(identity: str) -> Playbook:
     if identity not in books:
         near = difflib.get_close_matches(identity, books, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see vtune playbook list"
-        end_with(f"no playbook {identity!r}; {hint}")
+        raise UserError(f"no playbook {identity!r}; {hint}")
     return books[identity]
 
 
 def _playbooks() -> Any:
-    from doctor.diagnosis.playbook import PlaybookError, load_all
+    from doctor.diagnosis.playbook import load_all
 
-    try:
-        return load_all()
-    except PlaybookError as error:
-        end_with(str(error))
+    return load_all()

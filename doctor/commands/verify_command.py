@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from doctor.commands.options import stop as end_with
 from loadgen.commands.options import Load, with_options
 from loadgen.output.terminal import FAILED, INCONCLUSIVE, INTERRUPTED, INVALID, check_writable, interruptible
+from servers.errors import UserError
 
 if TYPE_CHECKING:
     from doctor.proof.canary import Canary
@@ -94,11 +94,7 @@ def verify_command(
             )
     except TargetFailed as failure:
         side = {"a": "your command: ", "b": "with the cure: "}.get(failure.side, "")
-        end_with(f"{side}{failure}\n{failure.log_tail}".rstrip())
-    except KeyError as error:
-        end_with(str(error.args[0]))
-    except (ValueError, ConnectionError) as error:
-        end_with(str(error))
+        raise UserError(f"{side}{failure}\n{failure.log_tail}".rstrip()) from None
     if out is not None:
         _write(canary, out)
     typer.echo(json.dumps(canary.to_json(), indent=2) if format is VerifyFormat.json else canary.text())
@@ -111,7 +107,7 @@ def _write(canary: Canary, out: Path) -> None:
     try:
         write_atomically(out / "canary.json", [json.dumps(canary.to_json(), indent=2), "\n"])
     except OSError as error:
-        end_with(f"cannot write {error.filename}: {error.strerror}")
+        raise UserError(f"cannot write {error.filename}: {error.strerror}") from None
 
 
 def _exit_code(canary: Canary, fail_on_inconclusive: bool) -> int:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from loadgen.measure.estimator import Estimate, floor_of
+from servers.errors import UserError
 
 Outcome = Literal["met", "missed", "open", "allowed"]
 """``open``: the interval decides neither way. ``allowed``: nothing was promised."""
@@ -49,12 +50,18 @@ class Expectation:
     high: float = math.nan
 
 
+class ExpectationError(UserError):
+    """Text that says nothing that can be judged."""
+
+
 def parse_expectation(text: str) -> Expectation:
-    """Raises ValueError where the text begins with none of the known forms."""
+    """Raises ExpectationError where the text begins with none of the known forms."""
     for kind, form in _FORMS:
         if match := form.match(text):
             return _made(text, kind, [float(group) for group in match.groups() if group is not None])
-    raise ValueError(f"{text!r} cannot be judged: begin with falls, rises, -50%, +10%, 0, unchanged or may")
+    raise ExpectationError(
+        f"{text!r} cannot be judged: begin with falls, rises, -50%, +10%, 0, unchanged or may"
+    )
 
 
 def _made(text: str, kind: Kind, numbers: Sequence[float]) -> Expectation:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from doctor.diagnosis.expectation import parse_expectation
+from doctor.diagnosis.expectation import ExpectationError, parse_expectation
+from servers.errors import UserError
 
 BUNDLED = "bundled"
 SIMULATED = "simulated:"
@@ -22,7 +23,7 @@ NONE = re.compile(r"none, because \S.*", re.DOTALL)
 ROUTINGS = ("random", "least-loaded", "prefix-aware", "length-pooled")
 
 
-class ExperimentError(ValueError):
+class ExperimentError(UserError):
     """A ``reproduce:`` that cannot be run. The message says key, and what to write."""
 
 
@@ -257,7 +258,7 @@ def _expectations(key: str, value: Any) -> dict[str, str]:
     for name, text in read.items():
         try:
             parse_expectation(text)
-        except ValueError as error:
+        except ExpectationError as error:
             raise ExperimentError(f"{key}.{name}: {error}") from None
     return read
 

@@ -19,11 +19,12 @@ from importlib import resources
 from typing import Any, Literal, cast, get_args
 
 from doctor.diagnosis.cost import Cost
-from doctor.diagnosis.expectation import parse_expectation
+from doctor.diagnosis.expectation import ExpectationError, parse_expectation
 from doctor.diagnosis.experiment import ExperimentError, Reproduction, read_reproduction
 from doctor.diagnosis.judged_slo import NAMES as SLO_NAMES
 from doctor.metrics.signals import SIGNALS
 from servers import expression
+from servers.errors import UserError
 from servers.expression import All, AnyOf, Clause, Comparison, Expression, ExpressionError, Lookup
 from servers.known_flags import FLAG_NAMES
 
@@ -69,7 +70,7 @@ _SETTABLE = frozenset({*FLAG_NAMES, *_TEXT_FLAGS, "speculative_config"}) - {
 }
 
 
-class PlaybookError(ValueError):
+class PlaybookError(UserError):
     """A playbook that breaks the schema. The message says file, key, and what to write."""
 
 
@@ -226,7 +227,7 @@ class _Reader:
                 raise self.error("expect", f"no signal {name!r}{_near(name, SIGNALS)}")
             try:
                 parse_expectation(str(expected[name]))
-            except ValueError as error:
+            except ExpectationError as error:
                 raise self.error(f"expect.{name}", str(error)) from None
         return {name: str(change) for name, change in expected.items()}
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from servers.errors import UserError
 from servers.input_file import read_input
 
 TOKEN, PASSWORD = "VTUNE_TOKEN", "VTUNE_PASSWORD"
 """Environment variables that hold what should not be on a command line."""
 
 
-class AccessError(ValueError):
+class AccessError(UserError):
     """Credentials that contradict each other or cannot be read. The message says what to do."""
 
 

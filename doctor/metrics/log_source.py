@@ -18,6 +18,7 @@ class LogSource(Source):
         self.name = str(path)
 
     def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
+        """From the log's periodic load lines. Raises SourceError."""
         facts = read_log(self.path)
         if len(facts.scrapes) < 2:
             raise SourceError(

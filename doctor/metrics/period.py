@@ -6,17 +6,23 @@ import re
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 
+from servers.errors import UserError
+
 _SIZES = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "": 1.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d|)")
 _LONGEST_S = 30 * 86400.0
 
 
+class PeriodError(UserError):
+    """Text that is no duration or no moment, or a period that ends before it begins."""
+
+
 def seconds(text: str, option: str = "--window") -> float:
-    """Read a duration such as 90s, 5m or 1h. Raises ValueError."""
+    """Read a duration such as 90s, 5m or 1h. Raises PeriodError."""
     match = _DURATION.fullmatch(text.strip())
     value = float(match[1]) * _SIZES[match[2]] if match else 0.0
     if not 0 < value <= _LONGEST_S:
-        raise ValueError(f"{option} {text}: write a duration such as 90s, 5m or 1h (30 days at most)")
+        raise PeriodError(f"{option} {text}: write a duration such as 90s, 5m or 1h (30 days at most)")
     return value
 
 
@@ -44,7 +50,7 @@ class Moment:
 
 
 def moment(text: str, option: str) -> Moment:
-    """Read ``14:05``, ``2026-11-29T14:05:30Z``, ``-10m`` or unix seconds. Raises ValueError.
+    """Read ``14:05``, ``2026-11-29T14:05:30Z``, ``-10m`` or unix seconds. Raises PeriodError.
 
     A time without a zone is local.
     """
@@ -59,7 +65,7 @@ def moment(text: str, option: str) -> Moment:
             return Moment(clock=clock if clock.tzinfo else clock.replace(tzinfo=_local_zone()))
         return Moment(unix_s=datetime.fromisoformat(written).timestamp())
     except (ValueError, OverflowError):
-        raise ValueError(
+        raise PeriodError(
             f"{option} {text}: write 14:05, 2026-11-29T14:05, -10m (before the data end) or unix seconds"
         ) from None
 
@@ -77,16 +83,16 @@ class Period:
     until: Moment | None = None
 
     def bounds(self, end: float) -> tuple[float | None, float]:
-        """(start or None, end) in unix seconds, for data that end at ``end``. Raises ValueError."""
+        """(start or None, end) in unix seconds, for data that end at ``end``. Raises PeriodError."""
         last = end if self.until is None else self.until.resolve(end)
         first = None if self.since is None else self.since.resolve(last if self.until else end)
         if first is not None and not 0 < last - first <= _LONGEST_S:
-            raise ValueError("--since must lie before --until (or the data's end), by 30 days at most")
+            raise PeriodError("--since must lie before --until (or the data's end), by 30 days at most")
         return first, last
 
 
 def period(since: str | None, until: str | None) -> Period | None:
-    """What ``--since`` and ``--until`` say; None where neither is given. Raises ValueError."""
+    """What ``--since`` and ``--until`` say; None where neither is given. Raises PeriodError."""
     if since is None and until is None:
         return None
     return Period(

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 
 from doctor.metrics.access import PASSWORD, TOKEN, Access
 from doctor.metrics.evaluators import Evaluator, ScrapeEvaluator, Span
-from doctor.metrics.period import Period
+from doctor.metrics.period import Period, PeriodError
 from doctor.metrics.promql import PromQL
 from loadgen.measure.clock import UnixClock
 from servers.errors import SourceError
@@ -73,6 +73,7 @@ class Scrapes(Source):
         self.notes = tuple(notes)
 
     def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
+        """Raises SourceError for fewer than two usable scrapes."""
         try:
             recording = record(self.scrapes, self.notes)
         except ExpositionError as error:
@@ -106,6 +107,7 @@ class SeriesFile(Source):
         self.period = period
 
     def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
+        """Raises SourceError for a file that cannot be read or holds no scrapes."""
         try:
             text, notes = read_series_text(self.path)
             scrapes = split_scrapes(text)
@@ -122,7 +124,7 @@ def _within(scrapes: Sequence[tuple[int, str]], period: Period, name: str) -> li
     begin, end = min(time for time, _ in scrapes), max(time for time, _ in scrapes)
     try:
         first, last = period.bounds(end / 1000)
-    except ValueError as error:
+    except PeriodError as error:
         raise SourceError(f"{name}: {error}") from None
     inside = [scrape for scrape in scrapes if (first or 0.0) * 1000 <= scrape[0] <= last * 1000]
     if len(inside) < 2:
@@ -241,14 +243,11 @@ class PrometheusSource(Source):
         return _observation(self.name, evaluator, seconds, ())
 
     def _bounds(self, window: float) -> tuple[float, float]:
-        """How long the window is, and where it ends (unix s). Raises SourceError."""
+        """How long the window is, and where it ends (unix s). Raises PeriodError."""
         now = self.at if self.at is not None else time.time()
         if self.period is None:
             return window, now
-        try:
-            first, last = self.period.bounds(now)
-        except ValueError as error:
-            raise SourceError(str(error)) from None
+        first, last = self.period.bounds(now)
         return window if first is None else last - first, last
 
     def _asker(self, at: float) -> Callable[[str], list[Mapping[str, Any]]]:

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from doctor.diagnosis.expectation import parse_expectation
+from doctor.diagnosis.expectation import ExpectationError, parse_expectation
 from doctor.diagnosis.judged_slo import parse_slo
 from doctor.diagnosis.playbook import load_all
 from doctor.proof.proof_metrics import is_invalid, notes_of, rows_of, verdict_of
@@ -22,13 +22,14 @@ from loadgen.targets.either import EitherTarget
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import PREFIX, SimulatedTarget
 from servers.command import ServerCommand, parse_command
+from servers.errors import UserError
 from servers.input_file import read_input
 
 SCHEMA = "vtune.canary/1"
 _DEFAULT_CONTEXT = 4096
 
 
-class CanaryError(ValueError):
+class CanaryError(UserError):
     """Nothing can be tried. The message says what is missing, and what to write."""
 
 
@@ -114,7 +115,7 @@ def try_cure(
 ) -> Canary:
     """Run both configs in pairs. ``source``: from a context length to what makes the schedule of a seed.
 
-    Raises CanaryError, FlagError, ValueError, TargetFailed.
+    Raises CanaryError, FlagError, SimulatedTargetError, SloError, TargetFailed.
     """
     sides = _sides(cure, target, flags, model, log_dir)
     found = compare(
@@ -227,7 +228,7 @@ def _judgeable(expect: Mapping[str, Any]) -> dict[str, str]:
     for name, text in expect.items():
         try:
             parse_expectation(str(text))
-        except ValueError:
+        except ExpectationError:
             continue
         kept[str(name)] = str(text)
     return kept

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from doctor.diagnosis.experiment import BUNDLED, SIMULATED, Experiment, ExperimentError, Side
 from loadgen.target import OpenTarget, Target
 from loadgen.targets.server import ServerTarget
-from loadgen.targets.simulated import SimulatedTarget, gpu_defaults
+from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError, gpu_defaults
 
 if TYPE_CHECKING:
     from loadgen.measure.record import Records
@@ -58,7 +58,7 @@ class Stage(Target):
                 routing=cast("Policy", side.routing),
                 acceptance=self._acceptance,
             )
-        except ValueError as error:
+        except SimulatedTargetError as error:
             raise ExperimentError(str(error)) from None
 
     @contextmanager

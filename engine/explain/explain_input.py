@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import METHODS, MODEL_METHODS, ConfigError, EngineConfig, SpeculativeConfig
+from engine.errors import EngineUserError
 
 MAX_STEPS = 1_000_000
 MAX_BLOCKS = 10_000_000
 MAX_TOKEN_ID = 2**31 - 1
 
 
-class ExplainError(ValueError):
+class ExplainError(EngineUserError):
     """The input cannot be explained. The message says where, what is wrong, and what would do."""
 
 
@@ -47,7 +48,10 @@ class Arrival:
 
 
 def load(source: str) -> object:
-    """The object in a JSON file, a YAML file (by its name), or standard input (``-``, JSON)."""
+    """The object in a JSON file, a YAML file (by its name), or standard input (``-``, JSON).
+
+    Raises ExplainError.
+    """
     try:
         text = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except OSError as error:

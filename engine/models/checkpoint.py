@@ -24,7 +24,10 @@ class Checkpoint(Protocol):
 
 
 def open_checkpoint(path: Path, load_format: str = "auto", seed: int = 0) -> Checkpoint:
-    """The checkpoint at ``path`` (a directory, a ``.gguf`` file, or, for "dummy", a ``config.json``)."""
+    """The checkpoint at ``path`` (a directory, a ``.gguf`` file, or, for "dummy", a ``config.json``).
+
+    Raises ModelError.
+    """
     if load_format == "auto":
         load_format = "gguf" if path.suffix == ".gguf" else "safetensors"
     if load_format == "gguf":

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
+from engine.errors import EngineUserError
 from engine.kernels.base import AttentionShape, Batch, Kernels, Linear
 from engine.kv.kv_format import AUTO, KVFormat
 from engine.models.model_config import ModelConfig
 from engine.models.rope import RopeConfig
 
 
-class TensorError(ValueError):
+class TensorError(EngineUserError):
     """A checkpoint's tensors are not those of its config."""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from engine.errors import EngineUserError
 
-class ModelError(ValueError):
+
+class ModelError(EngineUserError):
     """The model cannot be found or loaded. The message says what, where, and what to do."""

@@ -91,6 +91,7 @@ class SafetensorsCheckpoint:
         return files
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Raises ModelError for a damaged file."""
         from safetensors import SafetensorError, safe_open
 
         for file in self._files:

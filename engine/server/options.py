@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.errors import EngineUserError
 
-class ServeError(Exception):
+
+class ServeError(EngineUserError):
     """The server cannot start. The message says why, and what to do."""
 
 

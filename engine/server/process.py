@@ -27,7 +27,8 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
+from engine.errors import EngineUserError
 from engine.metrics import log
 from engine.metrics.stats import StepStats
 from engine.request import Request, RequestStatus
@@ -231,10 +232,7 @@ def _drain(inbox: queue.SimpleQueue[Any], wait: bool) -> Iterator[Any]:
 
 def _explain(error: Exception) -> tuple[bool, str]:
     """Is this the user's to mend, and what to tell them."""
-    from engine.cache import FetchError
-    from engine.models.model_error import ModelError
-
-    if isinstance(error, ConfigError | FetchError | ModelError):
+    if isinstance(error, EngineUserError):
         return True, str(error)
     if _is_out_of_memory(error):
         return True, (

@@ -211,7 +211,7 @@ def serve(
     swap_space: Annotated[float, _flag("GiB of host memory for --preemption-mode swap.")] = 4,
 ) -> None:
     """Start the server; every parameter but the first eight is the field of EngineConfig of the same name."""
-    from engine.server.options import ServeError, ServerOptions
+    from engine.server.options import ServerOptions
     from engine.server.server import serve as run
 
     given = dict(context.params)
@@ -231,9 +231,6 @@ def serve(
             enable_per_request_metrics,
         )
         code = run(config, options, _non_default(context, given))
-    except (ConfigError, ServeError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from None
     except KeyboardInterrupt:  # before the server has taken over the signals
         raise typer.Exit(130) from None
     raise typer.Exit(code)

@@ -14,10 +14,8 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from engine.cache import FetchError
 from engine.config import EngineConfig
 from engine.metrics import log
-from engine.models.model_error import ModelError
 from engine.models.weights import resolve_model
 from engine.server.options import ModelPaths, ServeError, ServerOptions, cannot_listen
 from engine.server.process import EngineProcess, EngineStartError
@@ -26,9 +24,9 @@ logger = logging.getLogger("vtune.server")
 
 
 def serve(config: EngineConfig, options: ServerOptions, non_default: Mapping[str, Any]) -> int:
-    """Serve until a signal, or the engine's death. Returns the exit code; raises ServeError.
+    """Serve until a signal, or the engine's death. Returns the exit code.
 
-    ``non_default`` is what the user asked for, for the log.
+    ``non_default`` is what the user asked for, for the log. Raises ServeError, ModelError, FetchError.
     """
     log.configure("APIServer")
     signal.signal(signal.SIGTERM, _leave)
@@ -42,8 +40,6 @@ def serve(config: EngineConfig, options: ServerOptions, non_default: Mapping[str
         from engine.server.service import run_service
 
         return run_service(process, paths, listener, options)
-    except (ModelError, FetchError) as error:
-        raise ServeError(str(error)) from None
     except EngineStartError as error:
         if error.expected:
             raise ServeError(str(error)) from None

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from engine.errors import EngineUserError
 from engine.step import StepPlan
 
 FEW, SEEN = 40, 5
@@ -30,6 +31,10 @@ fewer; values that stand for it."""
 Groups = tuple[tuple[float, tuple[float, ...]], ...]
 """What has been seen where something was up to a bound: bounds, ascending, and values of which each is as
 likely. The last are for all beyond."""
+
+
+class StepTimesError(EngineUserError):
+    """Text that holds no step times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,20 +169,23 @@ class StepTimes:
 
     @classmethod
     def from_json(cls, text: str) -> StepTimes:
-        """Raises ValueError that says what is wrong."""
-        given = json.loads(text)
+        """Raises StepTimesError that says what is wrong."""
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise StepTimesError(f"not JSON ({error})") from None
         if not isinstance(given, dict):
-            raise ValueError("step times must be a JSON object")
+            raise StepTimesError("step times must be a JSON object")
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(given) - known):
-            raise ValueError(f"unknown coefficient {unknown[0]!r}; known are {', '.join(sorted(known))}")
+            raise StepTimesError(f"unknown coefficient {unknown[0]!r}; known are {', '.join(sorted(known))}")
         curve = given.pop("curve", [])
         groups = {name: _groups(name, given.pop(name, [])) for name in ("spread", "delivery")}
         for name, value in given.items():
             if name != "source" and not _is_amount(value):
-                raise ValueError(f"{name} must be a number, 0 or more, is {value!r:.40}")
+                raise StepTimesError(f"{name} must be a number, 0 or more, is {value!r:.40}")
         if not _is_curve(curve):
-            raise ValueError(f"curve must be pairs of tokens, ascending, and seconds, is {curve!r:.40}")
+            raise StepTimesError(f"curve must be pairs of tokens, ascending, and seconds, is {curve!r:.40}")
         return cls(**given, **groups, curve=tuple((tokens, seconds) for tokens, seconds in curve))
 
 
@@ -190,12 +198,12 @@ def _is_curve(value: Any) -> bool:
 
 
 def _groups(name: str, value: Any) -> Any:
-    """Raises ValueError for what are no Groups."""
+    """Raises StepTimesError for what are no Groups."""
     if _are_pairs(value) and all(isinstance(values, list) and values for _, values in value):
         amounts = chain.from_iterable([bound, *values] for bound, values in value)
         if all(map(_is_amount, amounts)) and _ascends(value):
             return tuple((bound, tuple(values)) for bound, values in value)
-    raise ValueError(f"{name} must be pairs of a bound, ascending, and values, is {value!r:.40}")
+    raise StepTimesError(f"{name} must be pairs of a bound, ascending, and values, is {value!r:.40}")
 
 
 def _are_pairs(value: Any) -> bool:

@@ -32,13 +32,12 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-from engine.cache import FetchError
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
+from engine.errors import EngineUserError
 from engine.llm import LLM
 from engine.models.checkpoint import open_checkpoint
 from engine.models.model import Decoder, layer_rope_tables
 from engine.models.model_config import ModelConfig
-from engine.models.model_error import ModelError
 from engine.models.weights import resolve_model
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
@@ -349,7 +348,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         train(head, examples, target, output_weights(options.model), options.epochs, options.seed)
         save(head, target.config, options.out)
         print(f"{options.out}: {measure(options.model, options.out, options.drafts, options.tokens)}")
-    except (ConfigError, FetchError, ModelError, OSError) as error:
+    except (EngineUserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -19,9 +19,9 @@ from loadgen.output.terminal import (
     INTERRUPTED,
     INVALID,
     check_writable,
-    fail,
     interruptible,
 )
+from servers.errors import UserError
 
 if TYPE_CHECKING:
     from loadgen.compare import Comparison, Pair
@@ -108,7 +108,9 @@ def compare(
             else:
                 load.check()
                 if a == b and a.startswith(("http://", "https://")):
-                    fail(f"A and B are one server, {a}: each would find the other's prompts in its cache")
+                    raise UserError(
+                        f"A and B are one server, {a}: each would find the other's prompts in its cache"
+                    )
                 target = EitherTarget((a, b), api_key=api_key, log_dir=out / "logs" if out else None)
                 found = run_pairs(
                     target,
@@ -120,13 +122,9 @@ def compare(
                     progress=_told,
                     stop=stop,
                 )
-    except KeyError as error:
-        fail(str(error.args[0]))
-    except (ValueError, ConnectionError) as error:
-        fail(str(error))
     except TargetFailed as failure:
         side = f"server {failure.side.upper()}: " if failure.side else ""
-        fail(f"{side}{failure}\n{failure.log_tail}".rstrip())
+        raise UserError(f"{side}{failure}\n{failure.log_tail}".rstrip()) from None
     if out:
         _write(found, out)
     typer.echo(FORMATS[format](found))
@@ -183,7 +181,7 @@ def saved_pairs(a: Path, b: Path) -> list[Pair]:
 
 
 def _saved(path: Path) -> dict[str, list[Any]]:
-    """By schedule. Raises RecordsError."""
+    """By schedule. Raises SavedFileError."""
     from loadgen.measure.record import Records
 
     files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
@@ -217,7 +215,7 @@ def _write(found: Comparison, out: Path) -> None:
             pair.a.save(out / "a" / f"pair-{number:03d}.json")
             pair.b.save(out / "b" / f"pair-{number:03d}.json")
     except OSError as error:
-        fail(f"cannot write {error.filename}: {error.strerror}")
+        raise UserError(f"cannot write {error.filename}: {error.strerror}") from None
 
 
 def _text(found: Comparison) -> str:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.commands.options import Load, OptionError, with_options
-from loadgen.output.terminal import FAILED, check_writable, fail
+from loadgen.commands.options import Load, with_options
+from loadgen.output.terminal import FAILED, check_writable
+from servers.errors import OptionError, UserError
 
 if TYPE_CHECKING:
     from loadgen.measure.counters import Counters, Difference
@@ -66,7 +67,7 @@ def counters(
 
     Exit codes: 0 counted (and the same), 1 different from the baseline, 2 bad usage.
     """
-    from loadgen.measure.counters import Counters, CountersError, differences
+    from loadgen.measure.counters import Counters, differences
     from loadgen.targets.counting import count
     from servers.command import parse_command
 
@@ -85,10 +86,8 @@ def counters(
             changed = differences(before, now)
         if out:
             now.save(out)
-    except (CountersError, ValueError) as error:
-        fail(str(error))
     except OSError as error:
-        fail(f"cannot write {error.filename}: {error.strerror}")
+        raise UserError(f"cannot write {error.filename}: {error.strerror}") from None
     _show(now, before is not None, changed, junit, format)
     raise typer.Exit(FAILED if changed else 0)
 

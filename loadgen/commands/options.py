@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from servers.errors import OptionError
+
 if TYPE_CHECKING:
     from loadgen.measure.record import Records
     from loadgen.plan.arrivals import Arrival
@@ -47,10 +49,6 @@ class Dequantize(StrEnum):
 
     NONE = "none"
     UNIFORM = "uniform"
-
-
-class OptionError(ValueError):
-    """Options that do not go together; the message says which and what to do."""
 
 
 def seconds(text: str | float) -> float:
@@ -325,7 +323,7 @@ class Connection:
     def asked(self) -> Connection:
         """With the model and its context as the server says, where they were not given.
 
-        Raises Unreachable, ValueError.
+        Raises Unreachable, UrlError.
         """
         from loadgen.wire.probe import Url, probe
 
@@ -346,7 +344,7 @@ class Connection:
         progress: Callable[[Progress], None] | None = None,
         stop: threading.Event | None = None,
     ) -> Records:
-        """Send ``schedule``, and scrape the server's metrics meanwhile. Raises Unreachable, ValueError."""
+        """Send ``schedule``, and scrape the server's metrics meanwhile. Raises Unreachable, UrlError."""
         from loadgen.targets.http import Http
         from loadgen.targets.scraper import Scraper, scrape
         from loadgen.wire.client import ClientOptions, run_schedule

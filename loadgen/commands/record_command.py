@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loadgen.commands.options import seconds
-from loadgen.output.terminal import fail
+from servers.errors import UserError
 
 if TYPE_CHECKING:
     from loadgen.recording.proxy import Observer
@@ -53,27 +53,25 @@ def record(
     """
     from loadgen.recording.recorder import Recorder
     from loadgen.wire.driver import event_loop
-    from loadgen.wire.probe import Unreachable, Url, reach
+    from loadgen.wire.probe import Url, reach
 
     if out.exists():
-        fail(f"{out} exists: give another name, or remove it")
+        raise UserError(f"{out} exists: give another name, or remove it")
+    endpoint = reach(Url.parse(url), verify=not insecure)
     try:
-        endpoint = reach(Url.parse(url), verify=not insecure)
         recorder = Recorder(out)
     except FileExistsError:
-        fail(f"{out}.partial exists: a recording was killed, or is running; keep it under another name")
+        raise UserError(
+            f"{out}.partial exists: a recording was killed, or is running; keep it under another name"
+        ) from None
     except OSError as error:
-        if isinstance(error, Unreachable):
-            fail(str(error))
-        fail(f"cannot write {out}: {error.strerror}")
-    except ValueError as error:
-        fail(str(error))
+        raise UserError(f"cannot write {out}: {error.strerror}") from None
     try:
         with asyncio.Runner(loop_factory=event_loop) as runner:
             runner.run(_serve(endpoint, recorder.observe, host, port, duration, url))
     except OSError as error:
         _close(recorder, out)
-        fail(f"cannot listen on {host}:{port}: {error.strerror}; give another --port")
+        raise UserError(f"cannot listen on {host}:{port}: {error.strerror}; give another --port") from None
     _close(recorder, out)
     typer.echo(_conclusion(recorder.tally, out), err=True)
 
@@ -106,7 +104,9 @@ def _close(recorder: Recorder, out: Path) -> None:
     try:
         recorder.close()
     except OSError as error:
-        fail(f"cannot write {out}: {error.strerror}; what was recorded is in {out}.partial")
+        raise UserError(
+            f"cannot write {out}: {error.strerror}; what was recorded is in {out}.partial"
+        ) from None
 
 
 def _conclusion(tally: Tally, out: Path) -> str:

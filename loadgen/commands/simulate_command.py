@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from loadgen.commands.options import Load, with_options
-from loadgen.output.terminal import INTERRUPTED, INVALID, Format, check_writable, fail, interruptible
+from loadgen.output.terminal import INTERRUPTED, INVALID, Format, check_writable, interruptible
+from servers.errors import UserError
 
 if TYPE_CHECKING:
     from loadgen.commands.simulation import Simulated
@@ -107,9 +108,7 @@ def simulate(
             )
             took = time.perf_counter() - began
     except TargetFailed as failure:
-        fail(f"the server would not start: {failure.detail}")
-    except ValueError as error:
-        fail(str(error))
+        raise UserError(f"the server would not start: {failure.detail}") from None
     typer.echo(
         f"simulated {done.seconds:.0f} s in {took:.1f} s ({done.seconds / took:.0f} x real time)", err=True
     )
@@ -146,7 +145,7 @@ def _write(done: Simulated, out: Path | None, json_file: Path | None, html_file:
             for path in pages:
                 write_atomically(path, [page])
     except OSError as error:
-        fail(f"cannot write {error.filename}: {error.strerror}")
+        raise UserError(f"cannot write {error.filename}: {error.strerror}") from None
 
 
 def _print(done: Simulated, format: Format) -> None:

@@ -13,6 +13,7 @@ from loadgen.output import report
 from loadgen.output.escape import printable
 from loadgen.targets.simulated import PREFIX, SimulatedTarget
 from servers.command import parse_command
+from servers.errors import UserError
 
 if TYPE_CHECKING:
     from loadgen.commands.options import Load
@@ -46,9 +47,9 @@ def simulate(
     note: Callable[[str], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Simulated:
-    """Raises ValueError for what was written wrong, StartFailed for a config that does not start."""
+    """Raises UserError for what was written wrong, StartFailed for a config that does not start."""
     if not target.startswith(PREFIX):
-        raise ValueError(f"--target {target}: write {PREFIX}h100 or another device")
+        raise UserError(f"--target {target}: write {PREFIX}h100 or another device")
     given = parse_command(flags).flags if flags.strip() else {}
     device = SimulatedTarget(
         target, model, replicas=replicas, routing=routing, acceptance=acceptance, calibrating=note

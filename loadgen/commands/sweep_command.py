@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from loadgen.commands.options import Connection, Load, with_options
-from loadgen.output.terminal import FAILED, INTERRUPTED, Format, check_writable, fail, interruptible
+from loadgen.output.terminal import FAILED, INTERRUPTED, Format, check_writable, interruptible
+from servers.errors import UserError
 
 if TYPE_CHECKING:
     from loadgen.measure.sweep import Capacity, Level
@@ -80,13 +81,13 @@ def sweep(
     measurement, 130 interrupted.
     """
     from loadgen.measure.sweep import Sweep, SweepError
-    from servers.slo.bounds import SloError, parse_bounds
+    from servers.slo.bounds import parse_bounds
 
     if (slo is None) == (at is None):
-        fail("give --slo (search the highest load that meets it) or --at (measure these levels)")
+        raise UserError("give --slo (search the highest load that meets it) or --at (measure these levels)")
     start = (load.rate if over is OverKind.RATE else load.concurrency) or (at[0] if at else None)
     if start is None:
-        fail(f"give --{over.value}: where the search starts")
+        raise UserError(f"give --{over.value}: where the search starts")
     check_writable(out)
     number = 0
 
@@ -114,8 +115,6 @@ def sweep(
     except SweepError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(3) from None
-    except (SloError, ConnectionError, ValueError) as error:
-        fail(str(error))
     _show(found, format, out)
     if found.interrupted:
         raise typer.Exit(INTERRUPTED)

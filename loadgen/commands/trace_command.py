@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loadgen.output.terminal import Format, fail
+from loadgen.output.terminal import Format
 
 if TYPE_CHECKING:
     from loadgen.plan.traces import Trace
@@ -37,12 +37,8 @@ def trace(
       vtune bench trace requests.csv --trace-columns time=ts:ms,prompt=input,output=generated --format json
     """
     from loadgen.plan.trace_formats import Columns, read_trace
-    from loadgen.plan.traces import TraceError
 
-    try:
-        read = read_trace(file, Columns.parse(trace_columns) if trace_columns else None)
-    except TraceError as error:
-        fail(str(error))
+    read = read_trace(file, Columns.parse(trace_columns) if trace_columns else None)
     facts = describe(read)
     if format is Format.JSON:
         typer.echo(json.dumps(facts, indent=2))

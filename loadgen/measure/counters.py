@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.measure import saved
+from servers.errors import UserError
 from servers.files import write_atomically
 
 SCHEMA = "vtune.counters/1"
 
 
-class CountersError(ValueError):
-    """A file of counters cannot be used; the message says which, why and what to do."""
+class CountersError(UserError):
+    """Counts of different workloads, or a model, a flag or a workload with which nothing can be counted."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +55,14 @@ class Counters:
 
     @classmethod
     def load(cls, path: Path) -> Counters:
-        """Raises CountersError."""
-        try:
-            return saved.read(
-                cls,
-                path,
-                SCHEMA,
-                if_missing="write one with `vtune bench counters --out`",
-                if_unusable="count anew",
-            )
-        except ValueError as error:
-            raise CountersError(str(error)) from None
+        """Raises SavedFileError."""
+        return saved.read(
+            cls,
+            path,
+            SCHEMA,
+            if_missing="write one with `vtune bench counters --out`",
+            if_unusable="count anew",
+        )
 
 
 @dataclass(frozen=True)

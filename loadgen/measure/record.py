@@ -18,10 +18,6 @@ from servers.files import write_atomically
 SCHEMA = "vtune.records/1"
 
 
-class RecordsError(ValueError):
-    """A file is no saved run; the message names the file, what is wrong and what to do."""
-
-
 class Failure(StrEnum):
     """Why a request does not count as a success."""
 
@@ -176,17 +172,14 @@ class Records:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Records:
-        """Raises RecordsError."""
-        try:
-            return saved.read(
-                cls,
-                Path(path),
-                SCHEMA,
-                if_missing="give a file written by `vtune bench run`",
-                if_unusable="measure again",
-            )
-        except ValueError as error:
-            raise RecordsError(str(error)) from None
+        """Raises SavedFileError."""
+        return saved.read(
+            cls,
+            Path(path),
+            SCHEMA,
+            if_missing="give a file written by `vtune bench run`",
+            if_unusable="measure again",
+        )
 
 
 def _request_json(record: RequestRecord) -> dict[str, Any]:

@@ -7,7 +7,13 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from servers.errors import UserError
+
 T = TypeVar("T")
+
+
+class SavedFileError(UserError):
+    """A file that is missing, damaged, or of another kind or version."""
 
 
 class _Marked(msgspec.Struct):
@@ -19,20 +25,20 @@ class _Marked(msgspec.Struct):
 def read(kind: type[T], file: Path, schema: str, *, if_missing: str, if_unusable: str) -> T:
     """An instance of ``kind`` from ``file``; ``if_missing`` and ``if_unusable`` say what to do then.
 
-    Raises ValueError; the message names the file, and the place in it.
+    Raises SavedFileError; the message names the file, and the place in it.
     """
     try:
         data = file.read_bytes()
         marked = msgspec.json.decode(data, type=_Marked).schema
     except OSError as error:
-        raise ValueError(f"{file}: {error.strerror}; {if_missing}") from None
+        raise SavedFileError(f"{file}: {error.strerror}; {if_missing}") from None
     except msgspec.ValidationError:  # not even an object
         marked = None
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"{file}: not JSON ({error})") from None
+        raise SavedFileError(f"{file}: not JSON ({error})") from None
     if marked != schema:
-        raise ValueError(f"{file}: schema is {marked!r}, this version reads {schema!r}; {if_unusable}")
+        raise SavedFileError(f"{file}: schema is {marked!r}, this version reads {schema!r}; {if_unusable}")
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ValueError(f"{file}: damaged ({error}); {if_unusable}") from None
+        raise SavedFileError(f"{file}: damaged ({error}); {if_unusable}") from None

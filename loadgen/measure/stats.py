@@ -16,9 +16,15 @@ import numpy as np
 from loadgen.measure.backlog import backlog
 from loadgen.measure.distribution import Distribution, min_samples
 from loadgen.measure.record import Failure, Records, RequestRecord
+from servers.errors import UserError
 
 if TYPE_CHECKING:
     import pandas as pd
+
+
+class FigureError(UserError):
+    """A figure that does not exist, or of a request class that the run does not have."""
+
 
 DEFINITIONS: Mapping[str, str] = {
     "ttft": "first token - intended time (the time at which the schedule wanted the request sent)",
@@ -76,7 +82,7 @@ class Bound:
 
     def __post_init__(self) -> None:
         if self.metric not in _PER_REQUEST:
-            raise ValueError(f"no bound on {self.metric!r}: a request has {', '.join(sorted(_PER_REQUEST))}")
+            raise FigureError(f"no bound on {self.metric!r}: a request has {', '.join(sorted(_PER_REQUEST))}")
 
     def met_by(self, record: RequestRecord) -> bool:
         return (self.cls is not None and self.cls != record.cls) or _request_value(
@@ -233,7 +239,7 @@ class Summary:
 
     def _check_class(self, cls: str | None) -> None:
         if cls is not None and cls not in self.classes:
-            raise KeyError(f"no class {cls!r} in this run; it has {', '.join(self.classes) or 'none'}")
+            raise FigureError(f"no class {cls!r} in this run; it has {', '.join(self.classes) or 'none'}")
 
     @staticmethod
     def _split(name: str) -> tuple[str, Literal["mean", "p", "es"], float]:
@@ -244,7 +250,7 @@ class Summary:
         if metric in METRICS and (match := _STATISTIC.fullmatch(suffix)):
             digits = match[2]
             return metric, "es" if match[1] == "es" else "p", int(digits) / 10 ** max(2, len(digits))
-        raise KeyError(
+        raise FigureError(
             f"unknown figure {name!r}: a metric ({', '.join(METRICS)}) with _p50, _p99 …, _es99 or _mean, "
             f"or one of {', '.join(RATES + COUNTS)}"
         )

@@ -17,7 +17,8 @@ from scipy.special import stdtrit
 
 from loadgen.measure.estimator import FLOOR_TAIL, floor_of
 from loadgen.measure.record import Records
-from loadgen.measure.stats import Summary
+from loadgen.measure.stats import FigureError, Summary
+from servers.errors import UserError
 from servers.slo.bounds import Bound
 
 Over = Literal["rate", "concurrency"]
@@ -33,7 +34,7 @@ _FARTHEST = 12
 """Doublings or halvings in search of both sides of a bound."""
 
 
-class SweepError(RuntimeError):
+class SweepError(UserError):
     """A sweep cannot answer; the message says why and what to do."""
 
 
@@ -235,8 +236,8 @@ class Sweep:
         summary: Summary = Summary(run)
         try:
             figure = summary.value(bound.metric, bound.cls)
-        except KeyError as error:
-            raise SweepError(f"{bound.name}: {error.args[0]}") from None
+        except FigureError as error:
+            raise SweepError(f"{bound.name}: {error}") from None
         if math.isnan(figure):
             raise SweepError(
                 f"{bound.name} cannot be told from {summary.count(bound.metric, bound.cls)} samples a run; "

@@ -13,7 +13,7 @@ from loadgen.compare import Comparison, Row, split_metric
 from loadgen.measure.estimator import rises
 from loadgen.measure.record import Records
 from loadgen.measure.run_validity import VERDICT_WORDS
-from loadgen.measure.stats import METRICS, RATES, Summary, frame
+from loadgen.measure.stats import METRICS, RATES, FigureError, Summary, frame
 from loadgen.output.junit import Case
 from servers.slo.bounds import Bound, format_value
 
@@ -42,8 +42,8 @@ def run_cases(records: Records, bounds: Iterable[Bound]) -> Iterator[Case]:
     for bound in bounds:
         try:
             value = summary.value(bound.metric, bound.cls)
-        except KeyError as error:
-            yield Case(str(bound), failure=str(error.args[0]))
+        except FigureError as error:
+            yield Case(str(bound), failure=str(error))
             continue
         text = f"{bound}: {format_value(bound.metric, value)}"
         if math.isnan(value):

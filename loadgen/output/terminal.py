@@ -10,17 +10,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from loadgen.output.escape import BLOCK, printable
+from servers.errors import UserError
 
 if TYPE_CHECKING:
     from loadgen.plan.workload import Schedule
     from loadgen.wire.messages import Progress
 
-FAILED, UNUSABLE, INVALID, INCONCLUSIVE, INTERRUPTED = 1, 2, 3, 4, 130
+FAILED, INVALID, INCONCLUSIVE, INTERRUPTED = 1, 3, 4, 130
 _PLAIN_EVERY = 10.0
 
 
@@ -30,12 +30,6 @@ class Format(StrEnum):
     TEXT = "text"
     JSON = "json"
     MARKDOWN = "markdown"
-
-
-def fail(message: str) -> NoReturn:
-    """Say what is wrong on stderr and exit with 2."""
-    typer.echo(f"error: {printable(message, BLOCK)}", err=True)
-    raise typer.Exit(UNUSABLE)
 
 
 @contextmanager
@@ -99,13 +93,13 @@ def _counts(progress: Progress) -> str:
 
 
 def check_writable(out: Path | None, *files: Path | None) -> None:
-    """Before the run: a minute of load must not end in "permission denied"."""
+    """Before the run: a minute of load must not end in "permission denied". Raises UserError."""
     for folder in (out, *(file.parent for file in files if file)):
         if folder is None:
             continue
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            fail(f"cannot write to {folder}: {error.strerror}")
+            raise UserError(f"cannot write to {folder}: {error.strerror}") from None
         if not os.access(folder, os.W_OK):
-            fail(f"cannot write to {folder}: no permission")
+            raise UserError(f"cannot write to {folder}: no permission")

@@ -14,12 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from servers.errors import UserError
+
 Times = NDArray[np.float64]
 MAX_REQUESTS = 10_000_000
 """Planned ahead, every one of them."""
 
 
-class ArrivalError(ValueError):
+class ArrivalError(UserError):
     """A parameter of an arrival process breaks a rule; the message names it and the fix."""
 
 
@@ -207,6 +209,7 @@ class ClosedLoop(Arrival):
     def times(
         self, rng: np.random.Generator, *, num_requests: int | None = None, duration: float | None = None
     ) -> Times:
+        """All at once, one per request. Raises ArrivalError without a number of requests."""
         if num_requests is None:
             raise ArrivalError(
                 "a closed loop has no rate: give a number of requests, the duration may end it"

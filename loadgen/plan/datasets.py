@@ -64,7 +64,7 @@ class Dataset:
 
         Drawn without replacement; when all were used, anew. ``output_len`` replaces the recorded lengths.
         ``think`` is the mean pause in seconds before a further turn, exponentially distributed.
-        ``natural_stop`` lets the model end an answer early. Raises WorkloadError, ArrivalError.
+        ``natural_stop`` lets the model end an answer early. Raises DatasetError, ArrivalError.
         """
         if not (math.isfinite(think) and think >= 0):
             raise DatasetError(f"a think time of {think} s: it must not be negative")

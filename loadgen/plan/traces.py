@@ -79,7 +79,7 @@ class Trace:
         return float(gaps.std() / gaps.mean()) if len(gaps) and gaps.mean() else math.nan
 
     def window(self, start: float, end: float) -> Trace:
-        """The requests of [start, end) seconds, their times anew from 0."""
+        """The requests of [start, end) seconds, their times anew from 0. Raises TraceError for none."""
         rows = [replace(row, arrival=row.arrival - start) for row in self.rows if start <= row.arrival < end]
         if not rows:
             raise TraceError(
@@ -95,7 +95,7 @@ class Trace:
     def scaled(self, *, rate: float = 1.0, length: float = 1.0) -> Trace:
         """Arrivals ``rate`` times as quick; prompts and outputs ``length`` times as long, at least 1 token.
 
-        Blocks shrink with the prompts, so that the same share of each prompt stays shared.
+        Blocks shrink with the prompts, so that the same share of each prompt stays shared. Raises TraceError.
         """
         if not (0 < rate < math.inf and 0 < length < math.inf):
             raise TraceError(f"{self.name}: scales must be positive numbers, got {rate:g} and {length:g}")

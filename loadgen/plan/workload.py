@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from loadgen.plan.arrivals import Arrival
+from servers.errors import UserError
 
 Mode = Literal["open", "closed", "semi-open"]
 PRESETS = ("chat", "rag", "batch", "mixed", "random", "shared-prefix")
@@ -33,7 +34,7 @@ _DECK = 20
 _MIN_PROMPT = 16
 
 
-class WorkloadError(ValueError):
+class WorkloadError(UserError):
     """A workload cannot be built as asked; the message names what, why and the fix."""
 
 
@@ -282,6 +283,7 @@ def schedule_hash(
 
 
 def mode_of(arrival: Arrival, max_concurrency: int | None) -> tuple[Mode, int | None]:
+    """(mode, requests in flight at most). Raises WorkloadError."""
     if arrival.concurrency is not None:
         return "closed", arrival.concurrency
     if max_concurrency is None:

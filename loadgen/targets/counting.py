@@ -25,9 +25,9 @@ def count(model: str, flags: Mapping[str, Any], schedule: Schedule, steps_per_se
     try:
         import torch
 
-        from engine.config import ConfigError, EngineConfig
+        from engine.config import EngineConfig
+        from engine.errors import EngineUserError
         from engine.llm import LLM
-        from engine.models.model_error import ModelError
         from engine.request import SamplingParams
         from engine.runner import ModelRunner
     except ImportError as error:
@@ -50,7 +50,7 @@ def count(model: str, flags: Mapping[str, Any], schedule: Schedule, steps_per_se
             priorities=[request.priority for request in requests],
             observe=tally.observe,
         )
-    except (ConfigError, ModelError, ValueError) as error:
+    except EngineUserError as error:
         raise CountersError(str(error)) from None
     digest = hashlib.sha256()
     for answer in answers:

@@ -15,7 +15,7 @@ from loadgen.targets.server import ServerTarget
 class EitherTarget(Target):
     """Opens ``{"server": …}``: the URL of a server that runs, or a command that starts one.
 
-    ``servers`` are those that will be asked for. Raises FlagError, ValueError for one that is neither.
+    ``servers`` are those that will be asked for. Raises FlagError, UrlError for one that is neither.
     """
 
     name = "servers"

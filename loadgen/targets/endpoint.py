@@ -48,6 +48,7 @@ class OpenServer(OpenTarget):
         timeout: float = 600.0,
         drain: float | None = None,
     ) -> Records:
+        """See :meth:`OpenTarget.run`. Raises RunFailed."""
         from loadgen.wire.client import Unreachable, run_schedule
         from loadgen.wire.worker import WorkerDied
 
@@ -168,7 +169,7 @@ class EndpointTarget(Target):
     """A server that is already running and is not ours: measured as it is, never restarted.
 
     ``flags`` are the flags it is known to run with; a config that asks for others is refused. ``model``
-    defaults to the first one that the server lists. Raises ValueError for a bad URL.
+    defaults to the first one that the server lists. Raises UrlError for a bad URL.
     """
 
     restartable = False

@@ -33,7 +33,7 @@ class Answer:
 
 
 class Http:
-    """One server; a new connection for each request, no proxies. Raises ValueError for a bad URL."""
+    """One server; a new connection for each request, no proxies. Raises UrlError for a bad URL."""
 
     def __init__(self, url: str, api_key: str | None = None, *, verify_tls: bool = True) -> None:
         self._url = Url.parse(url)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.targets.simulated import HERE, read_model
+from loadgen.targets.simulated import HERE, SimulatedTargetError, read_model
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ def shape_of(model: str) -> Shape | None:
     here = model if model == HERE or Path(model).exists() else _cached_config(model)
     try:
         config = read_model(here) if here else None
-    except ValueError:
+    except SimulatedTargetError:
         return None
     if config is None:
         return None

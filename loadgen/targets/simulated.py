@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from loadgen.plan.workload import PlannedRequest, Schedule
 from loadgen.target import OpenTarget, StartFailed, Target, TargetFailed
+from servers.errors import UserError
 from servers.flags.offered_flags import OfferedFlags
 from servers.flags.words import render
 
@@ -40,6 +41,10 @@ def gpu_defaults(target: str) -> Mapping[str, int]:
 
     device = DEVICES.get(target.removeprefix(PREFIX)) if target.startswith(PREFIX) else None
     return defaults(device) if device else {}
+
+
+class SimulatedTargetError(UserError):
+    """A device, a model, step times or flags that cannot be simulated."""
 
 
 class SimulatedTarget(Target):
@@ -82,11 +87,15 @@ class SimulatedTarget(Target):
         self._seconds += seconds
 
     def simulation(self, config: Mapping[str, Any]) -> Simulation:
-        """What a config is simulated with. Raises ValueError (ConfigError) for a wrong flag."""
+        """What a config is simulated with. Raises SimulatedTargetError for a wrong flag."""
+        from engine.errors import EngineUserError
+
         try:
             return self._make(config)
         except TypeError as error:  # a word where a number belongs
-            raise ValueError(f"a flag has a value of the wrong kind: {error}") from None
+            raise SimulatedTargetError(f"a flag has a value of the wrong kind: {error}") from None
+        except EngineUserError as error:
+            raise SimulatedTargetError(str(error)) from None
 
     def offered_flags(self) -> OfferedFlags:
         """What a simulation heeds."""
@@ -97,11 +106,12 @@ class SimulatedTarget(Target):
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenSimulation]:
         """Raises StartFailed: bad_flag, out_of_memory or kv_cache_too_small."""
+        from engine.config import ConfigError
         from engine.sim.server import SimulatedServer
 
         try:
             simulation = self.simulation(config)
-        except ValueError as error:
+        except SimulatedTargetError as error:
             raise StartFailed("bad_flag", str(error)) from None
         room = _device_bytes(simulation) * simulation.config.gpu_memory_utilization
         taken = simulation.size.weights_bytes + simulation.size.activation_bytes
@@ -113,7 +123,7 @@ class SimulatedTarget(Target):
             )
         try:
             servers = [SimulatedServer(simulation, self.served_name, n) for n in self._numbers]
-        except ValueError as error:
+        except ConfigError as error:
             raise StartFailed("kv_cache_too_small", str(error)) from None
         yield OpenSimulation(
             self, simulation, [_Door(*pair) for pair in zip(servers, self._numbers, strict=True)]
@@ -288,17 +298,16 @@ class _Door:
 
 
 def read_model(name: str) -> ModelConfig:
-    """Raises ValueError."""
-    from engine.cache import FetchError
+    """Raises SimulatedTargetError."""
+    from engine.errors import EngineUserError
     from engine.models.checkpoint import load_model_config
-    from engine.models.model_error import ModelError
     from engine.models.weights import resolve_model
 
     try:
         path = resolve_model(name)
         return load_model_config(path, "gguf" if path.suffix == ".gguf" else "dummy")  # no weights needed
-    except (ModelError, FetchError, OSError) as error:
-        raise ValueError(f"--model {name}: {error}") from None
+    except (EngineUserError, OSError) as error:
+        raise SimulatedTargetError(f"--model {name}: {error}") from None
 
 
 def _served_name(model: str) -> str:
@@ -319,7 +328,7 @@ def _maker(
 ) -> Callable[[Mapping[str, Any]], Simulation]:
     from engine.sim.devices import DEVICES
     from engine.sim.server import on_device, on_times
-    from engine.sim.step_times import StepTimes
+    from engine.sim.step_times import StepTimes, StepTimesError
 
     if device in DEVICES:
         return lambda flags: on_device(model, DEVICES[device], flags, acceptance)
@@ -328,10 +337,10 @@ def _maker(
     elif device.endswith(".json"):
         try:
             times = StepTimes.from_json(Path(device).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{PREFIX}{device}: no step times: {error}") from None
+        except (OSError, UnicodeDecodeError, StepTimesError) as error:
+            raise SimulatedTargetError(f"{PREFIX}{device}: no step times: {error}") from None
     else:
-        raise ValueError(
+        raise SimulatedTargetError(
             f"{PREFIX}{device}: unknown. Known are {', '.join(DEVICES)}, {HERE} (this machine), and a JSON "
             "file of step times"
         )
@@ -360,7 +369,7 @@ def measure_steps() -> tuple[list[StepSample], list[Records]]:
 
     The processes that share the cores with it are in them. Some 45 s; leave the machine alone.
 
-    Raises ValueError where the ``engine`` extra is missing, or the server fails.
+    Raises SimulatedTargetError where the ``engine`` extra is missing, or the server fails.
     """
     from engine.sim.step_log import read_step_log
     from loadgen.sim import calibration
@@ -376,7 +385,7 @@ def measure_steps() -> tuple[list[StepSample], list[Records]]:
                 cold = len(read_step_log(log.read_text(encoding="utf-8")))
                 runs = list(waves)
         except TargetFailed as failure:
-            raise ValueError(
+            raise SimulatedTargetError(
                 f"{PREFIX}{HERE} measures the bundled engine once, and that failed: {failure.detail}"
             ) from None
         samples = read_step_log(log.read_text(encoding="utf-8"))[cold:]

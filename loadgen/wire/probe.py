@@ -12,13 +12,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from loadgen.wire.messages import Endpoint
+from servers.errors import UserError
 
 MAX_ANSWER = 1 << 24
 """Bytes that are read of an answer."""
 
 
-class Unreachable(ConnectionError):
+class Unreachable(UserError):
     """The server cannot be used; the message says what was tried, what happened and what to do."""
+
+
+class UrlError(UserError):
+    """Text that is no server's URL."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +37,21 @@ class Url:
 
     @classmethod
     def parse(cls, text: str) -> Url:
-        """Raises ValueError."""
+        """Raises UrlError."""
         full = text if "://" in text else f"http://{text}"
-        parts = urlsplit(full)
+        problem = UrlError(f"{text!r} is no server URL: write e.g. http://127.0.0.1:8000")
+        try:
+            parts = urlsplit(full)
+        except ValueError:  # half an IPv6 address
+            raise problem from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{text!r} is no server URL: write e.g. http://127.0.0.1:8000")
+            raise problem
         if parts.username is not None or parts.query:
-            raise ValueError(f"{text!r}: no user name or query belongs here; give a key with --api-key")
+            raise UrlError(f"{text!r}: no user name or query belongs here; give a key with --api-key")
         try:
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
-            raise ValueError(f"{text!r}: the port is not a number from 1 to 65535") from None
+            raise UrlError(f"{text!r}: the port is not a number from 1 to 65535") from None
         path = parts.path.rstrip("/")
         return cls(parts.scheme, parts.hostname, port, path.removesuffix("/v1"))
 

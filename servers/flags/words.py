@@ -13,10 +13,12 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from servers.errors import UserError
+
 Kind = Literal["switch", "int", "size", "float", "json", "text", "many"]
 
 
-class FlagError(ValueError):
+class FlagError(UserError):
     """A command line that cannot be read. The message says which word, why, and what to write."""
 
 
@@ -129,7 +131,10 @@ def split_words(text: str) -> tuple[dict[str, str], list[str]]:
 
 
 def parse_flags(words: Sequence[str], many: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """(flags by name, words that belong to no flag). ``many``: more flags that take several words."""
+    """(flags by name, words that belong to no flag). ``many``: more flags that take several words.
+
+    Raises FlagError.
+    """
     flags: dict[str, Any] = {}
     positional: list[str] = []
     pending = iter(_Words(words))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from servers.errors import UserError
 from servers.kinds import KINDS
 from servers.kinds.vllm import GONE, INTRODUCED
 
@@ -132,10 +133,10 @@ def sample_names(keys: frozenset[str] | None = None) -> frozenset[str]:
 
 
 def names_of(version: str) -> frozenset[str]:
-    """The sample names of one vLLM version, such as "0.9.1". Raises ValueError."""
+    """The sample names of one vLLM version, such as "0.9.1". Raises UserError."""
     match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version.strip())
     if match is None:
-        raise ValueError(f"{version!r} is no vLLM version; write e.g. 0.10.1")
+        raise UserError(f"{version!r} is no vLLM version; write e.g. 0.10.1")
     number = (int(match[1]), int(match[2]), int(match[3] or 0))
     return frozenset(
         name + suffix

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from servers.errors import UserError
 from servers.input_file import GZIP, gunzipped, read_input
 from servers.kinds import LABELS
 from servers.metrics.page import PageReader, SeriesKey, sample_name
@@ -24,7 +25,7 @@ from servers.metrics.range_functions import Times, Values
 SEPARATOR = re.compile(r"^# scrape_unix_ms[ \t]+(\S*)[ \t\r]*$", re.MULTILINE)
 
 
-class ExpositionError(ValueError):
+class ExpositionError(UserError):
     """Input that holds nothing to diagnose. The message says what was wrong and what to do."""
 
 

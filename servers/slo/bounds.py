@@ -18,6 +18,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+from servers.errors import UserError
+
 LATENCIES = ("ttft", "tpot", "itl", "inter_chunk", "e2e", "max_stall", "service_ttft")
 PER_REQUEST = ("ttft", "tpot", "itl", "e2e", "max_stall", "service_ttft")
 """Latencies that a single request has; its ITL is its token-weighted mean."""
@@ -32,7 +34,7 @@ def name_of(metric: str, cls: str | None) -> str:
     return metric if cls is None else f"{metric}{{class={cls}}}"
 
 
-class SloError(ValueError):
+class SloError(UserError):
     """An SLO that does not parse. The message shows the text and a caret at the place."""
 
     def __init__(self, text: str, position: int, problem: str, fix: str) -> None:

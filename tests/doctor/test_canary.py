@@ -9,17 +9,14 @@ from typing import Any
 
 import psutil
 import pytest
-import typer
 from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
-from doctor.cli import mount
 from doctor.diagnosis.diagnose import diagnose
 from doctor.metrics.sources import Scrapes
 from doctor.proof.experiment_target import packaged
+from vtune_cli import app
 
-app = typer.Typer()
-mount(app)
 FAKE = Path(__file__).parents[1] / "fake_server.py"
 LOAD = ("--workload", "random", "--input-len", "64", "--output-len", "32", "--concurrency", "8")
 SIMULATED = ("--target", "simulated:h100", "--model", packaged("shape", "8b"), "--flags", "--max-num-seqs 2")

@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
-from doctor.cli import mount
 from doctor.diagnosis import verification_status
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.playbook import Playbook, load_all, parse_playbook
@@ -25,11 +23,10 @@ from doctor.proof.experiment_runner import Order, carry_out, read_proof
 from doctor.proof.experiment_target import stage_of
 from doctor.proof.result import Proof
 from doctor.proof.verify import Interrupted, Terms, prove
+from vtune_cli import app
 
 BOOKS = {book.id: book for book in load_all()}
 QUICK = Terms(pairs=2, seconds=4.0)
-app = typer.Typer()
-mount(app)
 
 
 def run(*arguments: str) -> Result:

@@ -8,14 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
-from doctor.cli import mount
-
-app = typer.Typer()
-mount(app)
+from vtune_cli import app
 
 CAPPED = Server(running=2, waiting=9, kv=0.02)
 

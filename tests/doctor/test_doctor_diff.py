@@ -7,18 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import typer
 from recordings import needs_recordings, series_path
 from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
-from doctor.cli import mount
 from doctor.diagnosis.diff import Difference, Side, as_lines, difference
 from doctor.diagnosis.judged_slo import parse_slo
 from doctor.metrics.sources import Scrapes
+from vtune_cli import app
 
-app = typer.Typer()
-mount(app)
 BASE = Server()
 LONGER = replace(
     BASE,

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 import yaml
 from live_prometheus import PROMTOOL, load_recording, needs_prometheus, prometheus
 from playbook_cases import CASES
@@ -21,7 +20,6 @@ from recordings import needs_recordings, scrapes
 from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
-from doctor.cli import mount
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.playbook import load_all
 from doctor.export.alerts import alert_rules
@@ -29,9 +27,8 @@ from doctor.export.dashboard import dashboard
 from doctor.export.export import compiler
 from doctor.metrics.sources import Scrapes
 from servers.metrics.exposition import record
+from vtune_cli import app
 
-app = typer.Typer()
-mount(app)
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="the promtool binary is not installed")
 EVERY_S, STEPS = 15, 40
 

@@ -16,12 +16,10 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import typer
 from exporter import Exporter, serve
 from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
-from doctor.cli import mount
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.finding import Diagnosis
 from doctor.diagnosis.playbook import load_all
@@ -32,9 +30,8 @@ from doctor.output.markdown import as_markdown
 from doctor.output.report import as_text
 from doctor.output.watch import CLEAR, RollingMetrics, line, screen, watch
 from servers.errors import SourceError
+from vtune_cli import app
 
-app = typer.Typer()
-mount(app)
 CAPPED = Server(running=2, waiting=9, kv=0.02)
 FLAGS = ("--flags", "vllm serve m --max-num-seqs 2")
 
@@ -188,7 +185,7 @@ def test_a_watched_page_keeps_the_window_and_no_more() -> None:
 
 def test_ctrl_c_ends_the_live_view_as_a_command_that_went_well() -> None:
     pages = [CAPPED.page(number, 0.0) for number in range(1, 1000)]
-    code = "import typer, doctor.cli; app = typer.Typer(); doctor.cli.mount(app); app()"
+    code = "from vtune_cli import app; app()"
     with serve(Exporter(pages)) as server:
         command = [sys.executable, "-c", code, "doctor", "--metrics", server.address]
         process = subprocess.Popen(

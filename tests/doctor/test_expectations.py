@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from doctor.diagnosis.expectation import judge, parse_expectation
+from doctor.diagnosis.expectation import ExpectationError, judge, parse_expectation
 from loadgen.measure.estimator import Estimate, estimate
 
 
@@ -82,5 +82,5 @@ def test_a_single_pair_proves_nothing() -> None:
 
 @pytest.mark.parametrize("text", ["better", "a little less", "towards the baseline", ""])
 def test_words_that_cannot_be_judged_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="cannot be judged: begin with falls"):
+    with pytest.raises(ExpectationError, match="cannot be judged: begin with falls"):
         parse_expectation(text)

@@ -10,7 +10,7 @@ from tiny_llama import VOCAB, save_tiny_llama
 
 from engine.cache import FetchError
 from engine.config import ConfigError
-from engine.llm import LLM
+from engine.llm import LLM, PromptError
 from engine.models.bundled import fetch_bundled
 from engine.request import SamplingParams
 from engine.step import StepOutput, StepPlan
@@ -124,12 +124,12 @@ def test_bad_arguments(tiny: Path) -> None:
     llm = make_llm(tiny, max_model_len=64, max_num_batched_tokens=512)
     with pytest.raises(ValueError, match="for one prompt give a list of one"):
         llm.generate("hello", GREEDY)
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(PromptError, match="at least one token"):
         llm.generate([[]], GREEDY)
     for outside in (VOCAB, -1):
-        with pytest.raises(ValueError, match="token ids must lie in 0 to 96"):
+        with pytest.raises(PromptError, match="token ids must lie in 0 to 96"):
             llm.generate([[5, outside]], GREEDY)
-    with pytest.raises(ValueError, match="64 tokens leaves no room below max_model_len 64"):
+    with pytest.raises(PromptError, match="64 tokens leaves no room below max_model_len 64"):
         llm.generate([[5] * 64], GREEDY)
     with pytest.raises(ValueError, match="arrivals: 1 given for 2 prompts"):
         llm.generate(prompts(2), GREEDY, arrivals=[0])

@@ -21,7 +21,7 @@ from loadgen.plan.arrivals import Arrival, ClosedLoop, Constant, Poisson
 from loadgen.plan.workload import Schedule, preset
 from loadgen.wire.client import ClientOptions, Progress, Unreachable, run_schedule
 from loadgen.wire.driver import busiest
-from loadgen.wire.probe import Url, probe
+from loadgen.wire.probe import Url, UrlError, probe
 
 INLINE = ClientOptions(workers=0, timeout=30)
 
@@ -337,10 +337,11 @@ def test_a_server_that_dies_refuses_the_rest() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["ftp://x", "http://", "http://h:99999", "http://h:x", "http://u:p@h", "http://h?q=1"]
+    "text",
+    ["ftp://x", "http://", "http://h:99999", "http://h:x", "http://u:p@h", "http://h?q=1", "http://[::1"],
 )
 def test_bad_urls(text: str) -> None:
-    with pytest.raises(ValueError, match=r"URL|port|key"):
+    with pytest.raises(UrlError, match=r"URL|port|key"):
         run_schedule(text, schedule(Constant(1.0), 1))
 
 

@@ -16,6 +16,7 @@ from made_runs import records
 from loadgen.compare import Comparison, Incomparable, Pair, compare, compare_runs
 from loadgen.measure.estimator import TOTALS
 from loadgen.measure.record import Records
+from loadgen.measure.stats import FigureError
 from loadgen.plan.arrivals import ClosedLoop
 from loadgen.plan.workload import Schedule, preset
 from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
@@ -247,10 +248,10 @@ def test_a_run_that_cannot_be_believed_makes_the_comparison_invalid(change: dict
 
 @pytest.mark.parametrize("metric", ["speed", "ttft_p95{class=none}", "ttft_p95{short}"])
 def test_unknown_metrics_are_refused_early(metric: str) -> None:
-    with pytest.raises(KeyError):
+    with pytest.raises(FigureError):
         compare_runs(pairs(2), (metric,))
     bench = Bench()
-    with pytest.raises(KeyError):
+    with pytest.raises(FigureError):
         compare(bench, A, B, schedule_for, seeds=range(8), metrics=(metric,))
     assert "B0" not in bench.journal
 

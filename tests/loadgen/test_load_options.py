@@ -11,8 +11,9 @@ from made_runs import records
 from mock_sse_server import MockServer, running
 from typer.testing import CliRunner
 
-from loadgen.commands.options import Load, OptionError, seconds, span
+from loadgen.commands.options import Load, seconds, span
 from loadgen.measure.record import Records
+from servers.errors import OptionError
 from vtune_cli import app
 
 BUSY = (0, 3)

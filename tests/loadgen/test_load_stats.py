@@ -9,7 +9,7 @@ from scipy.stats import binom, mannwhitneyu
 
 from loadgen.measure.distribution import Distribution, binomial_quantile, min_samples, rank_test
 from loadgen.measure.record import Failure, RequestRecord
-from loadgen.measure.stats import METRICS, Bound, Summary
+from loadgen.measure.stats import METRICS, Bound, FigureError, Summary
 
 
 @pytest.mark.parametrize(
@@ -205,13 +205,13 @@ def test_every_figure_also_by_class() -> None:
     assert summary.value("throughput", "a") == summary.value("throughput") / 2
     assert [row["class"] for row in summary.table()] == ["all", "a", "b"]
     assert summary.table()[1]["ttft_n"] == 20
-    with pytest.raises(KeyError, match="no class 'c'"):
+    with pytest.raises(FigureError, match="no class 'c'"):
         summary.value("ttft_p50", "c")
 
 
 @pytest.mark.parametrize("name", ["ttft", "ttft_p", "latency_p50", "itl_q99", "p50", ""])
 def test_unknown_figures_are_refused(name: str) -> None:
-    with pytest.raises(KeyError, match="unknown figure"):
+    with pytest.raises(FigureError, match="unknown figure"):
         Summary(records([])).value(name)
 
 
@@ -256,5 +256,5 @@ def test_the_interval_of_a_shortfall_holds_the_truth() -> None:
 
 
 def test_a_bound_on_what_a_request_has_not() -> None:
-    with pytest.raises(ValueError, match="a request has"):
+    with pytest.raises(FigureError, match="a request has"):
         Bound("throughput", 1.0)

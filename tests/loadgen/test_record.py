@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from recorded_exchange import HEALTHY, record, records
 
-from loadgen.measure.record import Failure, Records, RecordsError
+from loadgen.measure.record import Failure, Records
+from loadgen.measure.saved import SavedFileError
 from loadgen.measure.stats import frame
 from servers.files import write_atomically
 
@@ -58,7 +59,7 @@ def test_a_line_a_request(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(text)
-    with pytest.raises(RecordsError, match=words) as caught:
+    with pytest.raises(SavedFileError, match=words) as caught:
         Records.load(path)
     assert str(path) in str(caught.value)
 
@@ -67,7 +68,7 @@ def test_other_files_are_refused(tmp_path: Path, text: str, words: str) -> None:
 def test_damaged_files_are_refused(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "x.json"
     path.write_text(json.dumps(run().to_json() | {damage: [1, 2, "x"]}))
-    with pytest.raises(RecordsError, match="damaged"):
+    with pytest.raises(SavedFileError, match="damaged"):
         Records.load(path)
 
 
@@ -85,7 +86,7 @@ def test_half_a_character_does_not_keep_a_run_from_being_saved(tmp_path: Path) -
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(RecordsError, match="No such file"):
+    with pytest.raises(SavedFileError, match="No such file"):
         Records.load(tmp_path / "none.json")
 
 
@@ -141,5 +142,5 @@ def test_damage_is_named(tmp_path: Path, field: str, value: object, words: str) 
         content[outer] = value
     path = tmp_path / "x.json"
     path.write_text(json.dumps(content))
-    with pytest.raises(RecordsError, match=re.escape(words)):
+    with pytest.raises(SavedFileError, match=re.escape(words)):
         Records.load(path)

@@ -22,7 +22,7 @@ from loadgen.measure.stats import Summary
 from loadgen.plan.arrivals import ClosedLoop, Poisson
 from loadgen.plan.workload import Schedule, preset
 from loadgen.target import StartFailed
-from loadgen.targets.simulated import SimulatedTarget
+from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError
 
 CONFIG = {**llama_8b.CONFIG, "_name_or_path": "some/llama-8b"}
 
@@ -201,7 +201,7 @@ def test_step_times_of_a_file_are_those_of_the_bundled_engine(model: str, tmp_pa
 
 @pytest.mark.parametrize("name", ["h900", "missing.json"])
 def test_an_unknown_device_is_refused(model: str, name: str) -> None:
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(SimulatedTargetError, match=name):
         SimulatedTarget(f"simulated:{name}", model)
 
 

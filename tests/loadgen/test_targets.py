@@ -20,6 +20,7 @@ from loadgen.target import AtOnce, RunFailed, StartFailed
 from loadgen.targets import server as server_module
 from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.server import ServerTarget, free_port
+from loadgen.wire.probe import UrlError
 from servers.failures import classify
 from servers.flags.words import FlagError
 from servers.kinds import VLLM
@@ -204,7 +205,7 @@ def test_an_endpoint_is_measured_and_not_restarted(tmp_path: Path) -> None:
     with pytest.raises(StartFailed, match="refused") as caught:
         target.open({}).__enter__()
     assert (caught.value.reason, caught.value.environmental) == ("unreachable", True)
-    with pytest.raises(ValueError, match="no server URL"):
+    with pytest.raises(UrlError, match="no server URL"):
         EndpointTarget("ftp://x")
 
 

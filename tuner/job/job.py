@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 from loadgen.targets.simulated import PREFIX, gpu_defaults
+from servers.errors import UserError
 from servers.flags.words import split_words
 from servers.kinds import KINDS, find_start
 
@@ -17,7 +18,7 @@ DEFAULT_SIMULATED_BUDGET = 1800.0
 DEFAULT_RUN_SECONDS = 20.0
 
 
-class UsageError(Exception):
+class UsageError(UserError):
     """Options that contradict each other or the study that they resume; the message says what to write."""
 
 

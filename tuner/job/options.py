@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from loadgen.commands.options import Dequantize, OptionError, Oversized, Recorded
+from loadgen.commands.options import Dequantize, Oversized, Recorded
+from servers.errors import OptionError
 
 MAX_SEED = (1 << 31) - 1
 """The sampler adds to it, and numpy takes 32 bits."""

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+from servers.errors import UserError
+
 LOCK = ".lock"
 MAX_WORKERS = 1000
 
 
-class OutputError(Exception):
+class OutputError(UserError):
     """The directory cannot be used. The message says what to do."""
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from loadgen.measure.record import Records, RecordsError
+from loadgen.measure.record import Records
+from loadgen.measure.saved import SavedFileError
 from loadgen.measure.stats import DEFINITIONS, Distribution, Summary
 from loadgen.output.page import render, render_page
 from servers.files import write_atomically
@@ -275,7 +276,7 @@ def _load(paths: Sequence[Path]) -> list[Records]:
     for path in paths:
         try:
             found.append(Records.load(path))
-        except RecordsError:
+        except SavedFileError:
             continue
     return found
 

@@ -35,7 +35,7 @@ from scipy.optimize import least_squares
 from loadgen.plan.workload import Schedule
 from loadgen.target import TargetFailed
 from loadgen.targets.model_shape import Shape
-from loadgen.targets.simulated import SimulatedTarget, sketched_target
+from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError, sketched_target
 from servers.memory_plan import MemoryPlan
 from servers.slo.bounds import LATENCIES, RATES, family_of, name_of
 from servers.slo.objective import Slo
@@ -87,7 +87,7 @@ FAR = 3.0
 SPEED, ALONE = "prefill speed alone", "itl alone"
 
 
-class NoSketch(ValueError):
+class NoSketch(Exception):
     """What is missing for one."""
 
 
@@ -241,7 +241,7 @@ class _Fit:
         """Of the figures, simulated over measured, in logarithm. Raises TargetFailed and NoSketch."""
         try:
             target = sketch.target
-        except ValueError as error:
+        except SimulatedTargetError as error:
             raise NoSketch(f"the baseline's own config cannot be simulated: {error}") from None
         with target.open({}) as server:
             alone = time_alone(server, self.survey.max_model_len, 0, lambda to, load: to.run(load))

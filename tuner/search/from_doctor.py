@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from doctor.diagnosis.finding import SCHEMA
+from servers.errors import UserError
 from tuner.runs.findings import TrialFinding
 from tuner.search.crashes import Codes, codes_of
 from tuner.space.space import SPECULATION, Space
@@ -53,7 +54,7 @@ class Hints:
         return ~against.any(axis=1)
 
 
-class FindingsError(ValueError):
+class FindingsError(UserError):
     """``--from-doctor`` names a file that is not the doctor's."""
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from loadgen.plan.workload import Schedule
 from loadgen.target import Target, TargetFailed
-from loadgen.targets.simulated import HERE, PREFIX, SimulatedTarget
+from loadgen.targets.simulated import HERE, PREFIX, SimulatedTarget, SimulatedTargetError
+from servers.errors import UserError
 from servers.slo.objective import Slo
 from tuner.runs.load import Traffic, span
 from tuner.runs.measure import Run, measure
@@ -29,7 +30,7 @@ class Prediction:
     failure: str = ""
 
 
-class PriorError(ValueError):
+class PriorError(UserError):
     """``--prior`` names something that cannot be simulated."""
 
 
@@ -129,7 +130,7 @@ def make_simulator(
         return lambda: _own(model, note)
     try:
         made = SimulatedTarget(PREFIX + name.removeprefix(PREFIX), model, acceptance=ACCEPTANCE)
-    except ValueError as error:
+    except SimulatedTargetError as error:
         raise PriorError(f"--prior {name}: {error}") from None
     return lambda: made
 
@@ -137,6 +138,6 @@ def make_simulator(
 def _own(model: str, note: Callable[[str], None]) -> Target | None:
     try:
         return SimulatedTarget(PREFIX + HERE, model, acceptance=ACCEPTANCE, calibrating=note)
-    except (ValueError, ImportError) as error:
+    except (SimulatedTargetError, ImportError) as error:
         note(f"no prior: {error}")
         return None

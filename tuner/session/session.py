@@ -52,7 +52,10 @@ class Session:
 
     @classmethod
     def of(cls, options: Options) -> Session:
-        """Creates nothing, so that a typing error leaves nothing behind. Raises as ``requested_job``."""
+        """Creates nothing, so that a typing error leaves nothing behind.
+
+        Raises UsageError, and what ``requested_job`` raises.
+        """
         place = options.place
         name = place.study or time.strftime("optimize-%Y%m%d-%H%M%S")
         if not name.isprintable():  # nor are halves of surrogates, which stand for bytes that are no UTF-8

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from servers.errors import UserError
 from servers.expression import parse_expression
 from servers.flags.defaults import NAMES, Platform
 from servers.flags.offered_flags import OfferedFlags
@@ -30,7 +31,7 @@ THRESHOLD = "long_prefill_token_threshold"
 MAX_RUNGS = 1000
 
 
-class SpaceError(ValueError):
+class SpaceError(UserError):
     """``--fix``, ``--vary`` or a space file names something that cannot be fixed or varied."""
 
 

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import optuna
 
+from servers.errors import UserError
 from servers.slo.bounds import format_value
 from servers.slo.objective import Slo
 from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
@@ -26,7 +27,7 @@ KEY = "recommendation"
 """Where a study keeps it: among the study's attributes, and in the report."""
 
 
-class PreviousError(ValueError):
+class PreviousError(UserError):
     """``--baseline`` names something that recommends nothing; the message says what to give."""
 
 

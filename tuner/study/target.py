@@ -12,8 +12,10 @@ from typing import Any
 from loadgen.target import Target
 from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.server import ServerTarget
-from loadgen.targets.simulated import SimulatedTarget
+from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError
+from loadgen.wire.probe import UrlError
 from servers.command import ServerCommand
+from servers.errors import UserError
 from servers.kinds import BUNDLED, KINDS
 from tuner.job.job import Job
 from tuner.job.launch import BUNDLED_HUB_ID
@@ -22,7 +24,7 @@ from tuner.space.knobs import Surroundings
 from tuner.space.space import build_space, effective
 
 
-class TargetError(Exception):
+class TargetError(UserError):
     """``--target`` or ``--flags`` cannot be used. The message says why, and what to write."""
 
 
@@ -48,13 +50,13 @@ def make_target(job: Job, out: Path, start_timeout: float) -> Target:
             return SimulatedTarget(
                 job.target, job.model, calibrating=lambda text: print(text, file=sys.stderr)
             )
-        except ValueError as error:
+        except SimulatedTargetError as error:
             raise TargetError(f"--target {job.target}: {error}") from None
     if job.running:
         model = "" if job.model == "bundled" else job.model
         try:
             return EndpointTarget(job.target, flags=job.flags, model=model)
-        except ValueError as error:
+        except UrlError as error:
             raise TargetError(f"--target {job.target}: {error}") from None
     settings: dict[str, Any] = {"log_dir": out / "logs", "start_timeout": start_timeout, "env": job.env}
     kind = KINDS.get(job.target)

@@ -14,6 +14,7 @@ from loadgen.plan.workload import Schedule
 from loadgen.target import CLIENT_KILLED, OpenTarget, Target, TargetFailed
 from loadgen.wire.messages import Progress
 from loadgen.wire.probe import Unreachable
+from servers.errors import UserError
 from servers.kind import ServerKind
 from servers.kinds import VLLM
 from servers.slo.bounds import Bound
@@ -50,7 +51,7 @@ class Stuck(Exception):
     """A load that does not end."""
 
 
-class SetupFailed(Exception):
+class SetupFailed(UserError):
     """The machine or the command is at fault, not the config: nothing can be learnt by going on."""
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadgen.targets.process import ServerProcess
+from servers.errors import UserError
 from tuner.workers.machine import VISIBLE
 
 STORAGE_VARIABLE = "VTUNE_STORAGE"
@@ -22,7 +23,7 @@ _KILLED = 128
 _POLL = 0.2
 
 
-class WorkersError(Exception):
+class WorkersError(UserError):
     """So many workers cannot be had here. The message says what to do."""
 
 

@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from sqlalchemy import event, exc
 from sqlalchemy.engine import URL, make_url
 
+from servers.errors import UserError
 from servers.slo.objective import Objective
 
 SQLITE_BUSY_SECONDS = 60
@@ -43,7 +44,7 @@ _GONE_SQLSTATES = ("08", "57P")
 """Classes of PostgreSQL's errors that pass: connection exceptions, a server that stops or starts."""
 
 
-class StorageError(Exception):
+class StorageError(UserError):
     """The storage or the study cannot be used. The message says what to do."""
 
 

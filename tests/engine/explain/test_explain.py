@@ -11,19 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-import engine.cli
 from engine.explain.explain import ExplainedStep, explain
 from engine.explain.explain_input import read_config, read_requests
 from engine.explain.explain_table import budget_bar, describe_events, describe_share
 from engine.step import AdmissionStop
-
-app = typer.Typer()
-engine.cli.mount(app)
-app.command()(lambda: None)  # a second command, so that typer keeps the first one's name
+from vtune_cli import app
 
 Prompt = int | Sequence[int]
 
@@ -268,7 +263,7 @@ def test_yaml_and_standard_input(tmp_path: Path) -> None:
 def test_the_command_works_from_a_shell_and_in_ascii(tmp_path: Path) -> None:
     (tmp_path / "c").write_text(json.dumps(config()))
     (tmp_path / "r").write_text(json.dumps([{**request("A", 2, 1), "id": "é"}]))
-    program = "import typer, engine.cli as c; a = typer.Typer(); c.mount(a); a.command()(lambda: 0); a()"
+    program = "from vtune_cli import app; app()"
     command = [sys.executable, "-c", program, "explain", "--config", "c", "--requests", "r"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -15,7 +15,16 @@ from engine.sim.calibrate import WAVES, calibrate, median_error
 from engine.sim.devices import DEVICES, H100_SXM, Sizes, roofline
 from engine.sim.simulate import ModelSize, SimulatedRunner, VirtualClock
 from engine.sim.step_log import RecordingRunner
-from engine.sim.step_times import GROUP, StepLoad, StepSample, StepTimes, draw, fit_step_times, grouped
+from engine.sim.step_times import (
+    GROUP,
+    StepLoad,
+    StepSample,
+    StepTimes,
+    StepTimesError,
+    draw,
+    fit_step_times,
+    grouped,
+)
 from engine.step import Rows, StepPlan
 
 TRUE = StepTimes(
@@ -177,7 +186,7 @@ def test_json_there_and_back() -> None:
         ('{"delivery": [[1, ["a"]]]}', "delivery must be pairs of a bound"),
         ("{", "Expecting property name"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(StepTimesError, match=message):
             StepTimes.from_json(text)
 
 

@@ -1,0 +1,11 @@
+"""Errors of the engine that a user caused."""
+
+from __future__ import annotations
+
+
+class EngineUserError(Exception):
+    """What the engine was given cannot work: a flag, a model, a file. The base of every such error.
+
+    The message says what was wrong, where, and what to do. It is the engine's own base, because the engine
+    imports no other package of this project.
+    """
