@@ -6,13 +6,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
-from prometheus_client.metrics import MetricWrapperBase
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
+from engine.metrics.families import Child, Family, Histogram, Kind, Labels, Number
 from engine.metrics.stats import FinishedStats, StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -41,19 +39,6 @@ def token_buckets(limit: int) -> tuple[int, ...]:
     return tuple(buckets)
 
 
-_Family = TypeVar("_Family", bound=MetricWrapperBase)
-
-
-class _Histogram(Histogram):
-    def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
-        self.observe_times(amount, 1)
-
-    def observe_times(self, amount: float, count: int) -> None:
-        """Observe ``amount`` so many times."""
-        self._sum.inc(amount * count)
-        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
-
-
 class PrometheusMetrics:
     """The families behind ``/metrics``, in a registry of their own.
 
@@ -72,20 +57,20 @@ class PrometheusMetrics:
         cache_info: Mapping[str, object] | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
-        self.families: list[MetricWrapperBase] = []
+        self.families: list[Family] = []
         """Of the engine, in order; the registry has those of the process as well."""
         self._labels = {"model_name": model_name, "engine": "0"}
         ProcessCollector(registry=self.registry)
         self._define_gauges(cache_info or {})
         self._define_counters()
         self._define_histograms(token_buckets(max_model_len))
-        self._external: tuple[Counter, Counter] | None = None
+        self._external: tuple[Number, Number] | None = None
         if kv_connector:
             self._external = (
                 self._counter("external_prefix_cache_queries", "Tokens asked of the KV connector."),
                 self._counter("external_prefix_cache_hits", "Tokens it has loaded."),
             )
-        self._spec_positions: list[Counter] = []
+        self._spec_positions: list[Number] = []
         if num_speculative_tokens:
             self._define_spec_decode(num_speculative_tokens)
 
@@ -124,9 +109,9 @@ class PrometheusMetrics:
         which change nothing else."""
         self._kv_usage.set(kv_usage)
         self._generation_tokens.inc(count * len(latencies))
-        self._iteration_tokens.observe_times(count, len(latencies))
+        self._iteration_tokens.observe(count, len(latencies))
         for latency in latencies:
-            self._inter_token.observe_times(latency, count)
+            self._inter_token.observe(latency, count)
 
     def record_group(self, n: int, longest: int) -> None:
         """A prompt's ``n`` sequences are all finished; the longest generated ``longest`` tokens."""
@@ -147,7 +132,7 @@ class PrometheusMetrics:
         for latency in stats.first_token_latencies:
             self._first_token.observe(latency)
         for latency, count in stats.inter_token_latencies:
-            self._inter_token.observe_times(latency, count)
+            self._inter_token.observe(latency, count)
 
     def _record_finished(self, finished: FinishedStats) -> None:
         self._success[finished.reason].inc()
@@ -174,8 +159,7 @@ class PrometheusMetrics:
         self._waiting_capacity, self._waiting_deferred = reasons["capacity"], reasons["deferred"]
         self._kv_usage = self._gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.")
         info = {**{name: str(value) for name, value in cache_info.items()}, "engine": "0"}
-        family = Gauge("vllm:cache_config_info", "The KV cache's configuration.", list(info), registry=None)
-        self._add(family).labels(**info).set(1)
+        self._add("cache_config_info", "The KV cache's configuration.", "gauge", info, Number()).set(1)
 
     def _define_counters(self) -> None:
         self._prefix_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
@@ -241,30 +225,35 @@ class PrometheusMetrics:
         )
         self._spec_positions = list(positions.values())
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        family = Gauge(f"vllm:{name}", text, list(self._labels), registry=None)
-        return self._add(family).labels(**self._labels)
+    def _gauge(self, name: str, text: str) -> Number:
+        return self._add(name, text, "gauge", self._labels, Number())
 
-    def _counter(self, name: str, text: str) -> Counter:
-        family = Counter(f"vllm:{name}", text, list(self._labels), registry=None)
-        return self._add(family).labels(**self._labels)
+    def _counter(self, name: str, text: str) -> Number:
+        return self._add(name, text, "counter", self._labels, Number())
 
-    def _gauges(self, name: str, text: str, **values: Sequence[str]) -> dict[str, Gauge]:
+    def _gauges(self, name: str, text: str, **values: Sequence[str]) -> dict[str, Number]:
         """One child per value of the one extra label, all present from the start."""
+        return self._by_label(name, text, "gauge", values)
+
+    def _counters(self, name: str, text: str, **values: Sequence[str]) -> dict[str, Number]:
+        return self._by_label(name, text, "counter", values)
+
+    def _by_label(
+        self, name: str, text: str, kind: Kind, values: Mapping[str, Sequence[str]]
+    ) -> dict[str, Number]:
         ((label, options),) = values.items()
-        family = self._add(Gauge(f"vllm:{name}", text, [*self._labels, label], registry=None))
-        return {option: family.labels(**self._labels, **{label: option}) for option in options}
+        numbers = {option: Number() for option in options}
+        self._register(name, text, kind, [({**self._labels, label: o}, n) for o, n in numbers.items()])
+        return numbers
 
-    def _counters(self, name: str, text: str, **values: Sequence[str]) -> dict[str, Counter]:
-        ((label, options),) = values.items()
-        family = self._add(Counter(f"vllm:{name}", text, [*self._labels, label], registry=None))
-        return {option: family.labels(**self._labels, **{label: option}) for option in options}
+    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        return self._add(name, text, "histogram", self._labels, Histogram(buckets))
 
-    def _histogram(self, name: str, text: str, buckets: Sequence[float]) -> _Histogram:
-        family = _Histogram(f"vllm:{name}", text, list(self._labels), buckets=buckets, registry=None)
-        return self._add(family).labels(**self._labels)
+    def _add(self, name: str, text: str, kind: Kind, labels: Labels, child: Child) -> Child:
+        self._register(name, text, kind, [(labels, child)])
+        return child
 
-    def _add(self, family: _Family) -> _Family:
+    def _register(self, name: str, text: str, kind: Kind, children: Sequence[tuple[Labels, Child]]) -> None:
+        family = Family(f"vllm:{name}", text, kind, children)
         self.registry.register(family)
         self.families.append(family)
-        return family
