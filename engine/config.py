@@ -38,7 +38,8 @@ class ConfigError(EngineUserError):
         super().__init__(f"--{flag.replace('_', '-')} {value}: {rule}. Fix: {fix}.")
 
 
-METHODS = ("ngram", "suffix", "draft_model", "eagle")
+Method = Literal["ngram", "suffix", "draft_model", "eagle"]
+METHODS: tuple[Method, ...] = get_args(Method)
 MODEL_METHODS = ("draft_model", "eagle")
 _METHODS_OF_KEY: dict[str, tuple[str, ...]] = {
     "model": MODEL_METHODS,
@@ -61,7 +62,7 @@ class SpeculativeConfig:
     ``num_speculative_tokens`` has a default, where vLLM (but for suffix decoding) asks for it.
     """
 
-    method: Literal["ngram", "suffix", "draft_model", "eagle"] = "ngram"
+    method: Method = "ngram"
     num_speculative_tokens: int = 3
     """Drafts a step at most. Where the JSON leaves it out, suffix decoding has its tree depth, as in vLLM."""
     model: str | None = None

@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.baselines.two_track import TwoTrackScheduler
 from engine.core import Scheduler, make_scheduler
-from engine.explain.explain_input import MAX_STEPS, Arrival, ExplainError, Setup
+from engine.explain.explain_input import MAX_STEPS, ExplainError, ExplainRequest, Setup
 from engine.request import Request, SamplingParams
 from engine.scheduling.scheduler import UnifiedScheduler
 from engine.step import AdmissionStop, OneEach, ScheduledRequest, StepOutput, StepPlan, StepResult
@@ -67,7 +67,7 @@ class ExplainedStep:
         return row
 
 
-def explain(setup: Setup, arrivals: Sequence[Arrival]) -> Iterator[ExplainedStep]:
+def explain(setup: Setup, arrivals: Sequence[ExplainRequest]) -> Iterator[ExplainedStep]:
     """Run until every request is finished. Raises ExplainError once nothing can ever happen again."""
     scheduler = make_scheduler(setup.engine, setup.num_gpu_blocks, setup.num_host_blocks)
     if isinstance(scheduler, UnifiedScheduler):
@@ -130,7 +130,7 @@ def pretend(plan: StepPlan, places: Mapping[str, int], num_speculative_tokens: i
     return StepResult(tokens, drafts)
 
 
-def _request(arrival: Arrival, place: int) -> Request:
+def _request(arrival: ExplainRequest, place: int) -> Request:
     return Request(
         request_id=arrival.request_id,
         prompt_token_ids=list(arrival.prompt_token_ids),

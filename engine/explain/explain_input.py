@@ -5,17 +5,30 @@ from __future__ import annotations
 import json
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, TypeVar
 
-from engine.config import METHODS, MODEL_METHODS, ConfigError, EngineConfig, SpeculativeConfig
+from msgspec import Meta, Struct, field
+
+from engine.config import METHODS, MODEL_METHODS, ConfigError, EngineConfig, Method, SpeculativeConfig
 from engine.errors import EngineUserError
+from engine.fields import FieldError, Integer, NaturalNumber, PositiveInteger, describe, read_fields
+
+S = TypeVar("S", bound=Struct)
 
 MAX_STEPS = 1_000_000
 MAX_BLOCKS = 10_000_000
+Blocks = Annotated[
+    int,
+    Meta(ge=2, le=MAX_BLOCKS, description=f"must be an integer of 2 to {MAX_BLOCKS} (one is the null block)"),
+]
+HostBlocks = Annotated[int, Meta(ge=0, le=MAX_BLOCKS, description=f"must be an integer of 0 to {MAX_BLOCKS}")]
+Step = Annotated[int, Meta(ge=0, lt=MAX_STEPS, description=f"must be an integer of 0 to {MAX_STEPS - 1}")]
 MAX_TOKEN_ID = 2**31 - 1
+TokenId = Annotated[
+    int, Meta(ge=0, le=MAX_TOKEN_ID, description=f"must be a token id of 0 to {MAX_TOKEN_ID}")
+]
 
 
 class ExplainError(EngineUserError):
@@ -36,15 +49,38 @@ class Setup:
     """The swap space of ``preemption_mode`` "swap"."""
 
 
-@dataclass(frozen=True)
-class Arrival:
-    """A request and the step before which it arrives."""
+class ExplainRequest(Struct, frozen=True, forbid_unknown_fields=True):
+    """One of the ``requests``: what it asks for, and the step before which it arrives."""
 
-    request_id: str
-    arrival_step: int
-    prompt_token_ids: tuple[int, ...]
-    output_len: int
-    priority: int
+    request_id: str = field(name="id")
+    prompt_token_ids: Annotated[
+        tuple[TokenId, ...], Meta(min_length=1, description="must be a list of at least one token id")
+    ]
+    output_len: PositiveInteger
+    arrival_step: Step = 0
+    priority: Integer = 0
+
+
+class ExplainConfig(Struct, forbid_unknown_fields=True):
+    """The ``config``. Fields that are not given have the engine's own defaults."""
+
+    max_model_len: Integer
+    num_gpu_blocks: Blocks
+    block_size: Integer = 0
+    max_num_seqs: Integer = 0
+    max_num_batched_tokens: Integer = 0
+    enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = True
+    scheduling_policy: str = ""
+    long_prefill_token_threshold: Integer = 0
+    max_num_scheduled_tokens: Integer = 0
+    max_num_partial_prefills: Integer = 0
+    max_long_partial_prefills: Integer = 0
+    num_speculative_tokens: NaturalNumber | None = None
+    scheduler: str = ""
+    preemption_mode: str = ""
+    num_host_blocks: HostBlocks = 0
+    speculative_method: Annotated[Method, Meta(description=f"must be one of {', '.join(METHODS)}")] = "ngram"
 
 
 def load(source: str) -> object:
@@ -75,57 +111,19 @@ def _load_yaml(source: str, text: str) -> object:
         raise ExplainError(f"{source}: is not YAML ({error})") from None
 
 
-_CONFIG_KEYS: dict[str, type] = {
-    "block_size": int,
-    "max_num_seqs": int,
-    "max_num_batched_tokens": int,
-    "max_model_len": int,
-    "enable_chunked_prefill": bool,
-    "enable_prefix_caching": bool,
-    "num_gpu_blocks": int,
-    "scheduling_policy": str,
-    "long_prefill_token_threshold": int,
-    "max_num_scheduled_tokens": int,
-    "max_num_partial_prefills": int,
-    "max_long_partial_prefills": int,
-    "num_speculative_tokens": int,
-    "scheduler": str,
-    "preemption_mode": str,
-    "num_host_blocks": int,
-    "speculative_method": str,
-}
-_REQUEST_KEYS: dict[str, type] = {
-    "id": str,
-    "arrival_step": int,
-    "prompt_token_ids": list,
-    "output_len": int,
-    "priority": int,
-}
-_TYPE_NAMES = {int: "an integer", bool: "true or false", str: "a string", list: "a list"}
-
-
 def read_config(raw: object) -> Setup:
     """Check a ``config`` object, of which ``max_model_len`` and ``num_gpu_blocks`` are required.
 
     Raises ExplainError, also where a config rule is broken; but a speculative config that no server would
     start with (1 + k tokens exceed the budget) is let through, as its trouble is worth seeing.
     """
-    given = _checked(raw, "config", _CONFIG_KEYS, required=("max_model_len", "num_gpu_blocks"))
-    num_blocks = given.pop("num_gpu_blocks")
-    num_host_blocks = given.pop("num_host_blocks", 0)
-    drafts = given.pop("num_speculative_tokens", None)
-    method = given.pop("speculative_method", "ngram")
-    if not 2 <= num_blocks <= MAX_BLOCKS:
-        raise ExplainError(
-            f"config: num_gpu_blocks is {num_blocks}, must be 2 to {MAX_BLOCKS} (one is the null block)"
-        )
-    if not 0 <= num_host_blocks <= MAX_BLOCKS:
-        raise ExplainError(f"config: num_host_blocks is {num_host_blocks}, must be 0 to {MAX_BLOCKS}")
-    if drafts is not None and not 0 <= drafts < given["max_model_len"]:
-        raise ExplainError(f"config: num_speculative_tokens is {drafts}, must be 0 to max_model_len - 1")
-    if method not in METHODS:
-        raise ExplainError(f"config: speculative_method must be one of {', '.join(METHODS)}")
-    engine = EngineConfig(**given)
+    config = _read(raw, ExplainConfig, "config")
+    assert isinstance(raw, dict)
+    drafts, method = config.num_speculative_tokens, config.speculative_method
+    if drafts is not None and drafts >= config.max_model_len > 0:
+        raise ExplainError(f"config: num_speculative_tokens must be 0 to max_model_len - 1, got {drafts}")
+    flags = {flag.name for flag in fields(EngineConfig)}
+    engine = EngineConfig(**{name: value for name, value in raw.items() if name in flags})
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -139,71 +137,34 @@ def read_config(raw: object) -> Setup:
         speculative = SpeculativeConfig(method=method, num_speculative_tokens=drafts, model=model)
         engine = replace(engine, speculative_config=speculative)
     noticed = tuple(str(item.message) for item in caught)
-    return Setup(engine, num_blocks, drafts is not None, noticed, num_host_blocks)
+    return Setup(engine, config.num_gpu_blocks, drafts is not None, noticed, config.num_host_blocks)
 
 
-def read_requests(raw: object, setup: Setup) -> list[Arrival]:
+def read_requests(raw: object, setup: Setup) -> list[ExplainRequest]:
     """Check a list of ``requests``; ``arrival_step`` and ``priority`` default to 0. Raises ExplainError."""
     if not isinstance(raw, list):
-        raise ExplainError(f"requests: must be a list, is {_name_type(raw)}")
-    arrivals: list[Arrival] = []
+        raise ExplainError(f"requests: must be a list, got {describe(raw)}")
+    limit = setup.engine.max_model_len
+    assert limit is not None
     places: dict[str, int] = {}
+    requests = []
     for place, item in enumerate(raw):
         where = f"requests[{place}]"
-        arrival = _read_request(item, where, setup)
-        if arrival.request_id in places:
-            first = places[arrival.request_id]
-            raise ExplainError(f"{where}: id {arrival.request_id!r} is taken by requests[{first}]")
-        places[arrival.request_id] = place
-        arrivals.append(arrival)
-    return arrivals
-
-
-def _read_request(item: object, where: str, setup: Setup) -> Arrival:
-    given = _checked(item, where, _REQUEST_KEYS, required=("id", "prompt_token_ids", "output_len"))
-    where = f"{where} ({given['id']!r})"
-    prompt, limit = given["prompt_token_ids"], setup.engine.max_model_len
-    assert limit is not None
-    for position, token in enumerate(prompt):
-        if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
+        request = _read(item, ExplainRequest, where)
+        length, name = len(request.prompt_token_ids), request.request_id
+        if length >= limit:
             raise ExplainError(
-                f"{where}: prompt_token_ids[{position}] must be a token id from 0 to {MAX_TOKEN_ID}, "
-                f"is {_shorten(token)}"
+                f"{where} ({name!r}): the prompt has {length} tokens, but with max_model_len {limit} it can "
+                f"have {limit - 1} at most, as one output token must fit"
             )
-    if not prompt:
-        raise ExplainError(f"{where}: prompt_token_ids is empty, at least one token is needed")
-    if len(prompt) >= limit:
-        raise ExplainError(
-            f"{where}: the prompt has {len(prompt)} tokens, but with max_model_len {limit} it can have "
-            f"{limit - 1} at most, as one output token must fit"
-        )
-    if given["output_len"] < 1:
-        raise ExplainError(f"{where}: output_len is {given['output_len']}, must be at least 1")
-    arrival_step = given.get("arrival_step", 0)
-    if not 0 <= arrival_step < MAX_STEPS:
-        raise ExplainError(f"{where}: arrival_step is {arrival_step}, must be 0 to {MAX_STEPS - 1}")
-    return Arrival(given["id"], arrival_step, tuple(prompt), given["output_len"], given.get("priority", 0))
+        if (first := places.setdefault(name, place)) != place:
+            raise ExplainError(f"{where}: id {name!r} is taken by requests[{first}]")
+        requests.append(request)
+    return requests
 
 
-def _checked(raw: object, where: str, keys: Mapping[str, type], required: Sequence[str]) -> dict[str, Any]:
-    """``raw`` as a dict that has only known keys, of the right types, and all that are required."""
-    if not isinstance(raw, dict):
-        raise ExplainError(f"{where}: must be an object, is {_name_type(raw)}")
-    for key, value in raw.items():
-        if key not in keys:
-            raise ExplainError(f"{where}: unknown key {_shorten(key)}; known are {', '.join(keys)}")
-        if type(value) is not keys[key]:
-            raise ExplainError(f"{where}: {key} must be {_TYPE_NAMES[keys[key]]}, is {_shorten(value)}")
-    for key in required:
-        if key not in raw:
-            raise ExplainError(f"{where}: {key} is missing")
-    return dict(raw)
-
-
-def _name_type(value: object) -> str:
-    return {"dict": "an object", "NoneType": "null"}.get(type(value).__name__, _shorten(value))
-
-
-def _shorten(value: object, limit: int = 40) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+def _read(raw: object, kind: type[S], where: str) -> S:
+    try:
+        return read_fields(raw, kind)
+    except FieldError as error:
+        raise ExplainError(f"{where}: {error}") from None

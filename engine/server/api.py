@@ -16,16 +16,18 @@ from starlette.routing import Route
 
 from engine.metrics.prometheus import CONTENT_TYPE
 from engine.request import SamplingParams
-from engine.server.asgi import CLIENT_GONE, EventStream, error_event, read_body, unless_disconnected
-from engine.server.fields import Fields, RequestError, parse_json
+from engine.server.asgi import CLIENT_GONE, EventStream, error_event, receive_body, unless_disconnected
 from engine.server.frontend import Delta, Frontend
+from engine.server.json_body import RequestError, parse_json, read_body
 from engine.server.process import EngineDeadError
 from engine.server.protocol import (
+    ChatFields,
     ChatRequest,
     CompletionRequest,
-    Options,
+    DetokenizeBody,
+    Generation,
     Prompt,
-    parse_chat,
+    TokenizeBody,
 )
 from engine.server.responses import ChatWriter, Choice, CompletionWriter, Tells, Writer
 from engine.text.tokenizer import ChatTemplateError, NoTokenizerError, Tokenizer
@@ -70,49 +72,49 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         arrival = time.monotonic()
-        parsed = CompletionRequest.parse(parse_json(await read_body(request)), self._config)
-        self._admit(parsed.options)
+        parsed = CompletionRequest.parse(parse_json(await receive_body(request)), self._config)
+        self._admit(parsed.generation)
         prompts = [await self._token_ids(prompt, parsed.add_special_tokens) for prompt in parsed.prompts]
-        writer = CompletionWriter(*self._writes(parsed.options, prompts))
+        writer = CompletionWriter(*self._writes(parsed.generation, prompts))
         default = CompletionRequest.DEFAULT_MAX_TOKENS
-        return await self._answer(request, prompts, parsed.options, default, writer, arrival)
+        return await self._answer(request, prompts, parsed.generation, default, writer, arrival)
 
     async def chat(self, request: Request) -> Response:
         arrival = time.monotonic()
-        parsed = ChatRequest.parse(parse_json(await read_body(request)), self._config)
-        self._admit(parsed.options)
+        parsed = ChatRequest.parse(parse_json(await receive_body(request)), self._config)
+        self._admit(parsed.generation)
         text = self._render(parsed.messages, parsed.add_generation_prompt, parsed.template_variables)
         prompts = [await self._token_ids(text, parsed.add_special_tokens)]
-        writer = ChatWriter(*self._writes(parsed.options, prompts))
-        return await self._answer(request, prompts, parsed.options, None, writer, arrival)
+        writer = ChatWriter(*self._writes(parsed.generation, prompts))
+        return await self._answer(request, prompts, parsed.generation, None, writer, arrival)
 
     def _writes(
-        self, options: Options, prompts: Sequence[list[int]]
-    ) -> tuple[str, str, Tokenizer, Options, Sequence[list[int]], Tells]:
+        self, generation: Generation, prompts: Sequence[list[int]]
+    ) -> tuple[str, str, Tokenizer, Generation, Sequence[list[int]], Tells]:
         """What a writer is made of."""
-        name = options.request_id or uuid.uuid4().hex
-        return name, self._model_name, self._frontend.tokenizer, options, prompts, self._tells
+        name = generation.body.request_id or uuid.uuid4().hex
+        return name, self._model_name, self._frontend.tokenizer, generation, prompts, self._tells
 
     async def _answer(
         self,
         request: Request,
         prompts: Sequence[list[int]],
-        options: Options,
+        generation: Generation,
         default_max_tokens: int | None,
         writer: Writer,
         arrival: float,
     ) -> Response:
         limit = self._max_model_len
-        sampled = [(ids, options.sampling_for(len(ids), limit, default_max_tokens)) for ids in prompts]
-        if options.stream:
-            steps = self._frontend.generate(sampled, options, arrival)
-            if options.sampling.structured_outputs is not None:  # which the engine may refuse
+        sampled = [(ids, generation.sampling_for(len(ids), limit, default_max_tokens)) for ids in prompts]
+        if generation.body.stream:
+            steps = self._frontend.generate(sampled, generation, arrival)
+            if generation.sampling.structured_outputs is not None:  # which the engine may refuse
                 started = await unless_disconnected(request.receive, _started(steps))
                 if started is None:
                     return Response(status_code=CLIENT_GONE)
                 steps = started
             return EventStream(self._events(steps, writer))
-        whole = self._whole(sampled, options, writer, arrival)
+        whole = self._whole(sampled, generation, writer, arrival)
         return await unless_disconnected(request.receive, whole) or Response(status_code=CLIENT_GONE)
 
     async def _events(
@@ -135,28 +137,28 @@ class Api:
     async def _whole(
         self,
         prompts: Sequence[tuple[list[int], SamplingParams]],
-        options: Options,
+        generation: Generation,
         writer: Writer,
         arrival: float,
     ) -> Response:
-        choices = [Choice() for _ in range(len(prompts) * options.n)]
-        async with contextlib.aclosing(self._frontend.generate(prompts, options, arrival)) as steps:
+        choices = [Choice() for _ in range(len(prompts) * generation.body.n)]
+        async with contextlib.aclosing(self._frontend.generate(prompts, generation, arrival)) as steps:
             async for deltas in steps:
                 for delta in deltas:
                     choices[delta.index].add(delta.piece)
                     writer.note(delta)
         return JSONResponse(writer.body(choices))
 
-    def _admit(self, options: Options) -> None:
-        """Refuse what no request should go on with, and tell once about fields that nobody knows."""
-        self._check_model(options.model)
+    def _admit(self, generation: Generation) -> None:
+        """Refuse what can never be answered, and warn once about unknown fields."""
+        self._check_model(generation.body.model)
         if not self._frontend.alive:
             raise EngineDeadError("the engine process is gone")
-        model, sampling = self._frontend.model, options.sampling
+        model, sampling = self._frontend.model, generation.sampling
         stops = {*sampling.stop_token_ids, *model.eos_token_ids}
         if sampling.min_tokens and len(stops) >= model.vocab_size:
             raise RequestError("with min_tokens, some token must be no stop token", "stop_token_ids")
-        news = sorted(set(options.unknown) - self._warned)
+        news = sorted(set(generation.unknown) - self._warned)
         if news and len(self._warned) < MAX_WARNINGS:
             self._warned.update(news)
             names = (
@@ -220,18 +222,17 @@ class Api:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        fields = Fields(parse_json(await read_body(request)))
-        self._check_model(fields.text("model"))
-        if fields.raw("messages") is not None:
-            text = self._render(*parse_chat(fields))
-            ids = await self._token_ids(text, fields.boolean("add_special_tokens"))
-        else:
-            prompt = fields.text("prompt")
-            if prompt is None:
-                raise fields.refuse("prompt", "must be a string (or give messages)")
-            ids = await self._token_ids(prompt, fields.boolean("add_special_tokens", True))
+        given = parse_json(await receive_body(request))
+        body = read_body(given, TokenizeBody)
+        self._check_model(body.model)
+        chats = given.get("messages") is not None
+        text = self._render(*read_body(given, ChatFields).chat()) if chats else body.prompt
+        if text is None:
+            raise RequestError("prompt is missing: give a string, or give messages", "prompt")
+        special = not chats if body.add_special_tokens is None else body.add_special_tokens
+        ids = await self._token_ids(text, special)
         strings = None
-        if fields.boolean("return_token_strs"):
+        if body.return_token_strs:
             strings = await _in_thread_if_long(len(ids), self._frontend.tokenizer.token_texts, ids)
         return JSONResponse(
             {
@@ -243,9 +244,9 @@ class Api:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        fields = Fields(parse_json(await read_body(request)))
-        self._check_model(fields.text("model"))
-        ids = await self._token_ids(fields.token_ids("tokens"), False)
+        body = read_body(parse_json(await receive_body(request)), DetokenizeBody)
+        self._check_model(body.model)
+        ids = await self._token_ids(tuple(body.tokens), False)
         text = await _in_thread_if_long(len(ids), self._frontend.tokenizer.decode, ids, False)
         return JSONResponse({"prompt": text})
 

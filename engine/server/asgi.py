@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.server.fields import RequestError
+from engine.server.json_body import RequestError
 from engine.server.process import EngineDeadError
 from engine.server.responses import DONE, error_body
 
@@ -107,20 +107,20 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def read_body(request: Request) -> bytes:
+async def receive_body(request: Request) -> bytes:
     """The body, if it is at most :data:`MAX_BODY` bytes long, and there in :data:`BODY_SECONDS`.
 
     Raises RequestError (413, 408).
     """
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            return await _read_body(request)
+            return await _receive_body(request)
     except TimeoutError:
         message = f"the body was not there within {BODY_SECONDS} s"
         raise RequestError(message, None, 408, "RequestTimeoutError") from None
 
 
-async def _read_body(request: Request) -> bytes:
+async def _receive_body(request: Request) -> bytes:
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():

@@ -1,4 +1,4 @@
-"""Between HTTP and the engine process: prompts and options in, pieces of text out, metrics on the way."""
+"""Between HTTP and the engine process: prompts and parameters in, pieces of text out, metrics on the way."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from engine.metrics.prometheus import PrometheusMetrics
 from engine.metrics.stats import FinishedStats
 from engine.models.model_config import ModelConfig
 from engine.request import Request, RequestStatus, SamplingParams
-from engine.server.fields import RequestError
+from engine.server.json_body import RequestError
 from engine.server.process import EngineDeadError, EngineInfo, EngineProcess
-from engine.server.protocol import Options
+from engine.server.protocol import Generation
 from engine.step import RequestOutput
 from engine.text.text_stream import Piece, TextStream
 from engine.text.tokenizer import Tokenizer
@@ -108,15 +108,18 @@ class Frontend:
         self._process.close()
 
     async def generate(
-        self, prompts: Sequence[tuple[list[int], SamplingParams]], options: Options, arrival: float
+        self, prompts: Sequence[tuple[list[int], SamplingParams]], generation: Generation, arrival: float
     ) -> AsyncGenerator[list[Delta], None]:
-        """Run ``options.n`` sequences of each prompt; yields what came since the last time, once a step.
+        """Run ``n`` sequences of each prompt; yields what came since the last time, once a step.
 
         Choice ``i * n + j`` is sequence j of prompt i. Close the iterator (``contextlib.aclosing``) to abort
         what is unfinished. Raises EngineDeadError, or RequestError for what the engine refuses.
         """
         groups = [
-            [self._sequence(i * options.n + j, ids, sampling, j, options, arrival) for j in range(options.n)]
+            [
+                self._sequence(i * generation.body.n + j, ids, sampling, j, generation, arrival)
+                for j in range(generation.body.n)
+            ]
             for i, (ids, sampling) in enumerate(prompts)
         ]
         open_sequences = {sequence.request_id: sequence for group in groups for sequence in group}
@@ -136,7 +139,7 @@ class Frontend:
                     timing = mailbox.finished.get(output.request_id)
                     deltas.append(delta := sequence.advance(output, cached, timing))
                     if sequence.finished:
-                        self._finished(sequence, output, groups[delta.index // options.n])
+                        self._finished(sequence, output, groups[delta.index // generation.body.n])
                         del open_sequences[output.request_id]
                 yield deltas
         finally:
@@ -146,7 +149,13 @@ class Frontend:
                 self._process.abort(open_sequences)
 
     def _sequence(
-        self, index: int, ids: list[int], sampling: SamplingParams, j: int, options: Options, arrival: float
+        self,
+        index: int,
+        ids: list[int],
+        sampling: SamplingParams,
+        j: int,
+        generation: Generation,
+        arrival: float,
     ) -> _Sequence:
         if j and sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + j)  # or all n would be the same
@@ -155,15 +164,15 @@ class Frontend:
             prompt_token_ids=ids,
             sampling=sampling,
             eos_token_ids=self.model.eos_token_ids,
-            priority=options.priority,
+            priority=generation.body.priority,
             arrival_time=arrival,
-            cache_salt=options.cache_salt,
+            cache_salt=generation.body.cache_salt,
         )
         text = TextStream(
             self.tokenizer,
             sampling,
-            skip_special_tokens=options.skip_special_tokens,
-            include_stop=options.include_stop,
+            skip_special_tokens=generation.body.skip_special_tokens,
+            include_stop=generation.body.include_stop_str_in_output,
         )
         return _Sequence(index, request, text)
 

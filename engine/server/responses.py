@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from engine.metrics.stats import FinishedStats
 from engine.server.frontend import Delta
-from engine.server.protocol import Options
+from engine.server.protocol import Generation
 from engine.step import TokenLogprobs
 from engine.text.text_stream import Piece
 from engine.text.tokenizer import Tokenizer
@@ -98,15 +98,15 @@ class Writer(ABC):
         request_id: str,
         model: str,
         tokenizer: Tokenizer,
-        options: Options,
+        generation: Generation,
         prompts: Sequence[list[int]],
         tells: Tells,
     ) -> None:
         self._id = f"{self.prefix}-{request_id}"
-        self._model, self._tokenizer, self._options, self._prompts = model, tokenizer, options, prompts
+        self._model, self._tokenizer, self._body, self._prompts = model, tokenizer, generation.body, prompts
         self._created = int(time.time())
         self.usage = Usage(sum(map(len, prompts)), cached_tokens={} if tells.cached_tokens else None)
-        self._timed = tells.timing and len(prompts) * options.n == 1
+        self._timed = tells.timing and len(prompts) * generation.body.n == 1
         self._timing: FinishedStats | None = None
         self._opened: set[int] = set()
         head = {"id": self._id, "object": self.chunk_name, "created": self._created, "model": model}
@@ -116,7 +116,7 @@ class Writer(ABC):
         """What the last chunk should know of a delta: prefix hits, of the first sequence of each prompt, and
         the engine's times."""
         self._timing = delta.timing or self._timing
-        if self.usage.cached_tokens is not None and delta.index % self._options.n == 0:
+        if self.usage.cached_tokens is not None and delta.index % self._body.n == 0:
             self.usage.cached_tokens[delta.index] = delta.cached_tokens
 
     # ---------------------------------------------------------------- given piece by piece
@@ -127,7 +127,7 @@ class Writer(ABC):
 
     def last_chunks(self) -> bytes:
         """What follows when every choice is finished."""
-        if not self._options.include_usage:
+        if not self._body.include_usage:
             return DONE
         metrics = f',"metrics":{_dumps(timing_metrics(self._timing))}' if self._timed else ""
         return f'{self._head}[],"usage":{_dumps(self.usage.as_json())}{metrics}}}\n\n'.encode() + DONE
@@ -137,11 +137,11 @@ class Writer(ABC):
         self.note(delta)
         self.usage.completion_tokens += len(piece.token_ids)
         opening = ""
-        extra = f',"token_ids":{_dumps(piece.token_ids)}' if self._options.return_token_ids else ""
+        extra = f',"token_ids":{_dumps(piece.token_ids)}' if self._body.return_token_ids else ""
         if index not in self._opened:
             self._opened.add(index)
             opening = self._opening(index)
-            if self._options.return_token_ids:
+            if self._body.return_token_ids:
                 extra += f',"prompt_token_ids":{_dumps(self._prompt_of(index))}'
         logprobs = _dumps(self._logprobs(index, piece.logprobs)) if piece.logprobs else "null"
         choice = (
@@ -152,7 +152,7 @@ class Writer(ABC):
         return f"{opening}{self._event(choice)}"
 
     def _event(self, choice: str) -> str:
-        usage = f',"usage":{_dumps(self.usage.as_json())}' if self._options.continuous_usage else ""
+        usage = f',"usage":{_dumps(self.usage.as_json())}' if self._body.continuous_usage else ""
         return f"{self._head}[{choice}]{usage}}}\n\n"
 
     def _opening(self, index: int) -> str:
@@ -179,7 +179,7 @@ class Writer(ABC):
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         extra: dict[str, Any] = {}
-        if self._options.return_token_ids:
+        if self._body.return_token_ids:
             extra = {"token_ids": choice.token_ids, "prompt_token_ids": self._prompt_of(index)}
         return {
             "index": index,
@@ -201,12 +201,12 @@ class Writer(ABC):
         """The member of a choice that holds what each token's alternatives were worth."""
 
     def _token(self, token_id: int) -> str:
-        if self._options.return_tokens_as_token_ids:
+        if self._body.return_tokens_as_token_ids:
             return f"token_id:{token_id}"
         return self._tokenizer.token_text(token_id)
 
     def _prompt_of(self, index: int) -> list[int]:
-        return self._prompts[index // self._options.n]
+        return self._prompts[index // self._body.n]
 
 
 class CompletionWriter(Writer):

@@ -177,7 +177,7 @@ def test_explain_says_what_never_comes_back() -> None:
     ("changes", "message"),
     [
         ({"scheduler": "fastest"}, "must be unified, static or two-track"),
-        ({"num_host_blocks": -1}, "num_host_blocks is -1, must be 0 to"),
+        ({"num_host_blocks": -1}, "num_host_blocks must be an integer of 0 to"),
         ({"num_speculative_tokens": 2}, "the static scheduler has no num_speculative_tokens"),
         ({"max_num_batched_tokens": 8}, "never splits a prompt"),
     ],

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from uvicorn.server import ServerState
 
 from engine.server import asgi
-from engine.server.fields import RequestError
 from engine.server.header_timeout import HEADER_TIMEOUT_SECONDS, HeaderTimeoutProtocol
+from engine.server.json_body import RequestError
 
 
 class Timer:
@@ -108,7 +108,7 @@ def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -
         raise AssertionError
 
     async def read() -> None:
-        await asgi.read_body(Request({"type": "http", "method": "POST", "headers": []}, receive))
+        await asgi.receive_body(Request({"type": "http", "method": "POST", "headers": []}, receive))
 
     monkeypatch.setattr(asgi, "BODY_SECONDS", 0)
     with pytest.raises(RequestError, match="not there within") as caught:

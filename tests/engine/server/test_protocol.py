@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig
-from engine.server.fields import RequestError, parse_json
+from engine.server.json_body import RequestError, parse_json
 from engine.server.protocol import ChatRequest, CompletionRequest
 
 CONFIG = EngineConfig(max_model_len=100)
@@ -50,16 +50,16 @@ def test_every_sampling_parameter_arrives() -> None:
         "ignore_eos": True,
         "logprobs": 3,
     }
-    options = completion(**given, stop="end", stop_token_ids=[5], max_tokens=9, n=2).options
-    sampling = options.sampling_for(10, 100, 16)
+    generation = completion(**given, stop="end", stop_token_ids=[5], max_tokens=9, n=2).generation
+    sampling = generation.sampling_for(10, 100, 16)
     assert {name: getattr(sampling, name) for name in given} == given
     assert (sampling.stop, sampling.stop_token_ids, sampling.max_tokens) == (("end",), (5,), 9)
-    assert options.n == 2
+    assert generation.body.n == 2
 
 
 def test_null_is_absent() -> None:
     names = ("max_tokens", "temperature", "stop", "seed", "n", "logprobs", "stream", "stream_options", "user")
-    assert completion(**dict.fromkeys(names)).options == completion().options
+    assert completion(**dict.fromkeys(names)).generation == completion().generation
 
 
 @pytest.mark.parametrize(
@@ -71,33 +71,37 @@ def test_null_is_absent() -> None:
         ({"prompt": [1, "a"]}, "prompt", "must be a string"),
         ({"prompt": [-1]}, "prompt", "must be a string"),
         ({"prompt": [True]}, "prompt", "must be a string"),
-        ({"max_tokens": -1}, "max_tokens", "must be at least 1, got -1"),
-        ({"max_tokens": 0}, "max_tokens", "must be at least 1, got 0"),
-        ({"max_tokens": "5"}, "max_tokens", "must be an integer, got a string"),
-        ({"max_tokens": 5.5}, "max_tokens", "must be an integer, got 5.5"),
-        ({"max_tokens": True}, "max_tokens", "must be an integer, got true"),
-        ({"temperature": -0.1}, "temperature", "must lie in [0, 1000], got -0.1"),
-        ({"temperature": float("nan")}, "temperature", "must be finite"),
+        ({"max_tokens": -1}, "max_tokens", "must be an integer of at least 1, got -1"),
+        ({"max_tokens": 0}, "max_tokens", "must be an integer of at least 1, got 0"),
+        ({"max_tokens": "5"}, "max_tokens", 'must be an integer of at least 1, got "5"'),
+        ({"max_tokens": 5.5}, "max_tokens", "must be an integer of at least 1, got 5.5"),
+        ({"max_tokens": True}, "max_tokens", "must be an integer of at least 1, got true"),
+        ({"temperature": -0.1}, "temperature", "must be a number in [0, 1000], got -0.1"),
+        ({"temperature": float("nan")}, "temperature", "must be a number in [0, 1000], got NaN"),
         (
             {"temperature": 10**400},
             "temperature",
-            "must be finite, got 1000000000000000000000000000000000000000...",
+            "must be a number in [0, 1000], got 1000000000000000000000000000000000000000...",
         ),
-        ({"temperature": "hot"}, "temperature", "must be a number, got a string"),
-        ({"top_p": 0}, "top_p", "must lie in (0, 1]"),
-        ({"top_k": -2}, "top_k", "must be at least -1"),
-        ({"min_p": 1.1}, "min_p", "must lie in [0, 1]"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "must lie in [0.01, 100]"),
-        ({"presence_penalty": 3}, "presence_penalty", "must lie in [-2, 2]"),
-        ({"logprobs": 21}, "logprobs", "must be between 0 and 20"),
-        ({"n": 0}, "n", "must be between 1 and 2048"),
+        ({"temperature": "hot"}, "temperature", 'must be a number in [0, 1000], got "hot"'),
+        ({"top_p": 0}, "top_p", "must be a number in (0, 1]"),
+        ({"top_k": -2}, "top_k", "an integer of at least -1"),
+        ({"min_p": 1.1}, "min_p", "must be a number in [0, 1]"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "must be a number in [0.01, 100]"),
+        ({"presence_penalty": 3}, "presence_penalty", "must be a number in [-2, 2]"),
+        ({"logprobs": 21}, "logprobs", "must be an integer of 0 to 20"),
+        ({"n": 0}, "n", "must be an integer of 1 to 2048"),
         ({"prompt": ["x"] * 1025, "n": 2}, "n", "must not exceed 2048"),
-        ({"seed": 1 << 63}, "seed", "must be between"),
-        ({"stop": [""]}, "stop", "non-empty string"),
+        ({"seed": 1 << 63}, "seed", "must be below 2**63, got 9223372036854775808"),
+        ({"stop": [""]}, "stop[0]", 'must be a non-empty string, got ""'),
         ({"stop": 4}, "stop", "non-empty string"),
-        ({"stop": ["x"] * 257}, "stop", "must have at most 256 items, got 257"),
-        ({"stop_token_ids": [1] * 4097}, "stop_token_ids", "must have at most 4096 items, got 4097"),
-        ({"stop_token_ids": ["a"]}, "stop_token_ids", "list of token ids"),
+        ({"stop": ["x"] * 257}, "stop", "at most 256 of them, got a list of 257"),
+        (
+            {"stop_token_ids": [1] * 4097},
+            "stop_token_ids",
+            "at most 4096 token ids, got a list of 4097",
+        ),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids[0]", 'must be a token id, got "a"'),
         ({"stream": "yes"}, "stream", "must be true or false"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream to be true"),
         ({"stream": True, "stream_options": []}, "stream_options", "must be an object"),
@@ -124,35 +128,35 @@ def test_refusals_name_field_value_and_rule(body: dict[str, Any], param: str, wo
 
 def test_fields_that_change_nothing_are_taken() -> None:
     assert completion(echo=False, suffix=None, best_of=1, response_format={"type": "text"}, user="u")
-    assert completion(surprise=1, another=2).options.unknown == ("another", "surprise")
-    assert len(completion(**{f"name{i}": 1 for i in range(100)}).options.unknown) == 20
+    assert completion(surprise=1, another=2).generation.unknown == ("another", "surprise")
+    assert len(completion(**{f"name{i}": 1 for i in range(100)}).generation.unknown) == 20
 
 
 def test_priority_with_the_policy() -> None:
     config = EngineConfig(scheduling_policy="priority")
-    assert CompletionRequest.parse({"prompt": "x", "priority": -3}, config).options.priority == -3
+    assert CompletionRequest.parse({"prompt": "x", "priority": -3}, config).generation.body.priority == -3
 
 
 def test_room_for_prompt_and_output() -> None:
-    options = completion().options
-    assert options.sampling_for(10, 100, 16).max_tokens == 16
-    assert options.sampling_for(90, 100, 16).max_tokens == 10
-    assert options.sampling_for(10, 100, None).max_tokens == 90
+    generation = completion().generation
+    assert generation.sampling_for(10, 100, 16).max_tokens == 16
+    assert generation.sampling_for(90, 100, 16).max_tokens == 10
+    assert generation.sampling_for(10, 100, None).max_tokens == 90
     with pytest.raises(RequestError, match=r"maximum context length is 100 tokens.*at least 1 token"):
-        options.sampling_for(100, 100, 16)
+        generation.sampling_for(100, 100, 16)
     with pytest.raises(RequestError, match="you requested 91 tokens of output and the prompt has 10 tokens"):
-        completion(max_tokens=91).options.sampling_for(10, 100, 16)
+        completion(max_tokens=91).generation.sampling_for(10, 100, 16)
     with pytest.raises(RequestError, match=r"min_tokens must not exceed max_tokens \(16\), got 20"):
-        completion(min_tokens=20).options.sampling_for(10, 100, 16)
+        completion(min_tokens=20).generation.sampling_for(10, 100, 16)
 
 
 def test_chat_has_its_own_limits_and_logprobs() -> None:
-    assert chat(max_tokens=5).options.max_tokens == 5
-    assert chat(max_tokens=5, max_completion_tokens=7).options.max_tokens == 7
-    assert chat().options.max_tokens is None
-    assert chat(logprobs=True).options.sampling.logprobs == 0
-    assert chat(logprobs=True, top_logprobs=4).options.sampling.logprobs == 4
-    assert chat().options.sampling.logprobs is None
+    assert chat(max_tokens=5).generation.max_tokens == 5
+    assert chat(max_tokens=5, max_completion_tokens=7).generation.max_tokens == 7
+    assert chat().generation.max_tokens is None
+    assert chat(logprobs=True).generation.sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=4).generation.sampling.logprobs == 4
+    assert chat().generation.sampling.logprobs is None
     with pytest.raises(RequestError, match="needs logprobs"):
         chat(top_logprobs=4)
 

@@ -340,7 +340,7 @@ def test_refusals_in_openais_shape(
 def test_the_client_sees_its_own_exceptions(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(model="other", prompt="a")
-    with pytest.raises(openai.BadRequestError, match="temperature must lie in") as caught:
+    with pytest.raises(openai.BadRequestError, match="temperature must be a number in") as caught:
         client.completions.create(model=MODEL, prompt="a", temperature=-1)
     assert caught.value.param == "temperature"
 

@@ -1,4 +1,4 @@
-"""Which form a request asks for, and which requests for one are refused."""
+"""Which structure a request asks for, and which requests for one are refused."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ from typing import Any
 import pytest
 
 from engine.request import StructuredOutputsParams
-from engine.server.fields import Fields, RequestError
-from engine.server.structured_params import MAX_CHOICES, MAX_FORM, parse_structured_outputs
+from engine.server.json_body import RequestError, read_body
+from engine.server.structured_params import (
+    MAX_CHOICES,
+    MAX_STRUCTURE_CHARACTERS,
+    StructureFields,
+    parse_structure,
+)
 
 
 def parse(**body: Any) -> StructuredOutputsParams | None:
-    return parse_structured_outputs(Fields(body))
+    return parse_structure(read_body(body, StructureFields))
 
 
 def json_schema(schema: object) -> dict[str, Any]:
@@ -25,7 +30,7 @@ def structure(**kinds: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("body", "form"),
+    ("body", "expected"),
     [
         ({}, None),
         ({"response_format": {"type": "text"}}, None),
@@ -48,8 +53,8 @@ def structure(**kinds: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_what_is_asked_for(body: dict[str, Any], form: dict[str, Any] | None) -> None:
-    assert parse(**body) == (None if form is None else StructuredOutputsParams(**form))
+def test_what_is_asked_for(body: dict[str, Any], expected: dict[str, Any] | None) -> None:
+    assert parse(**body) == (None if expected is None else StructuredOutputsParams(**expected))
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -85,9 +90,13 @@ def nested(depth: int) -> dict[str, Any]:
         (structure(regex=5), "structured_outputs.regex", "must be a string"),
         (structure(choice="a"), "structured_outputs.choice", "list of strings"),
         (structure(choice=[]), "structured_outputs.choice", "list of strings"),
-        (structure(choice=[1]), "structured_outputs.choice", "list of strings"),
+        (structure(choice=[1]), "structured_outputs.choice[0]", "must be a string, got 1"),
         (structure(choice=["a"] * (MAX_CHOICES + 1)), "structured_outputs", "at most 10000 choices"),
-        (structure(regex="a" * (MAX_FORM + 1)), "structured_outputs", "at most 1048576 characters"),
+        (
+            structure(regex="a" * (MAX_STRUCTURE_CHARACTERS + 1)),
+            "structured_outputs",
+            "at most 1048576",
+        ),
         (structure(structural_tag="x"), "structured_outputs.structural_tag", "not supported"),
         (
             structure(json={}, disable_additional_properties=True),
@@ -105,7 +114,7 @@ def test_refusals_name_field_and_rule(body: dict[str, Any], param: str, words: s
 
 def test_a_schema_keeps_what_it_says() -> None:
     schema = {"properties": {"é": {"enum": [1.5, None, "\u0000"]}}}
-    form = parse(response_format=json_schema(schema))
-    assert form is not None
-    assert isinstance(form.json, str)
-    assert json.loads(form.json) == schema
+    params = parse(response_format=json_schema(schema))
+    assert params is not None
+    assert isinstance(params.json, str)
+    assert json.loads(params.json) == schema
