@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from serving_kit import HashRunner, hash_token
 
@@ -14,7 +16,7 @@ CONFIG = EngineConfig(
 )
 
 
-def make_request(name: str, length: int, max_tokens: int, **sampling: int) -> Request:
+def make_request(name: str, length: int, max_tokens: int, **sampling: Any) -> Request:
     return Request(name, list(range(1, length + 1)), SamplingParams(max_tokens=max_tokens, **sampling))
 
 

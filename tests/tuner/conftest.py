@@ -21,8 +21,8 @@ def make(tmp_path: Path) -> Callable[..., Any]:
     """Optimizers of one study, one after the other."""
     storage = optuna.storages.InMemoryStorage()
 
-    def build(target: Any, notebook: Any = None, **job: Any) -> Optimizer:
-        options = {"flags": {}, "rate": 1.0, "budget": None, "trials": 10, "run_seconds": 60.0, **job}
+    def build(target: Any, notebook: Any = None, **given: Any) -> Optimizer:
+        options = {"flags": {}, "rate": 1.0, "budget": None, "trials": 10, "run_seconds": 60.0, **given}
         bench = Bench(target, notebook or Notebook(), Interrupts(), tmp_path)
         job = Job(**options)
         return Optimizer(job, bench, open_study(storage, "s", parse_slo(job.slo).objective))

@@ -48,10 +48,10 @@ def run(model: Path, **flags: Any) -> tuple[dict[str, list[int]], EngineCore, Oc
         )
     tokens: dict[str, list[int]] = {}
     while core.has_unfinished:
-        plan, output = core.step()
+        plan, done = core.step()
         core.scheduler.check()
-        occupancy.observe(plan, output, 1.0)
-        for item in output.outputs:
+        occupancy.observe(plan, done, 1.0)
+        for item in done.outputs:
             tokens.setdefault(item.request_id, []).extend(item.token_ids)
     return tokens, core, occupancy
 

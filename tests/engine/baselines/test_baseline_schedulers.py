@@ -47,7 +47,7 @@ class Driver:
             "max_num_batched_tokens": 32,
             "max_model_len": 32,
         }
-        config = EngineConfig(**{**defaults, **flags}, scheduler=scheduler)
+        config = EngineConfig(**{**defaults, **flags, "scheduler": scheduler})
         config.validate()
         self.scheduler: Scheduler = make_scheduler(config, num_blocks, num_host_blocks)
         self.shadow = SwappingShadowKV(config.block_size)

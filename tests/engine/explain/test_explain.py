@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from engine.explain.explain import ExplainedStep, explain
 from engine.explain.explain_input import read_config, read_requests

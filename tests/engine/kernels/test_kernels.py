@@ -32,7 +32,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
         native.supports(AttentionShape(1, 1, 32, 16, 1.0), request.param)
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -28,7 +28,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
         supports(SHAPE, request.param)
     except NativeUnavailable as reason:
         pytest.skip(str(reason))
-    return request.param  # type: ignore[no-any-return]
+    return request.param
 
 
 @pytest.fixture(scope="module")

@@ -78,9 +78,8 @@ def test_rope_and_store(
     positions = torch.tensor([0, 7, 299, 31, 3, 0], dtype=torch.int32)
     offsets = [3 * block_size + 5, block_size, 2 * block_size - 1, 0, 1, -1]
     slots = torch.tensor(offsets, dtype=torch.int32)
-    found, expected = (
-        TorchCache(*(Paged.allocate(shape, dtype, 4) for _ in range(2)), kind=0) for _ in range(2)
-    )
+    halves = [Paged.allocate(shape, dtype, 4) for _ in range(4)]
+    found, expected = (TorchCache(keys, values, kind=0) for keys, values in (halves[:2], halves[2:]))
     queries = rope.rope_and_store_reference(qkv, expected, positions, slots, cos, sin, shape)
     untouched = qkv[5].clone()
     rope.rope_and_store(qkv, found, positions, slots, cos, sin, shape)

@@ -26,8 +26,10 @@ Factory = Callable[..., Kernels]
 
 
 def triton_kernels(sizes: tuple[int, ...] = (), record: Any = None) -> Factory:
-    def make(shape: AttentionShape, dtype: torch.dtype, *tables: Any, **ignored: Any) -> Kernels:
-        return kernels.TritonKernels(shape, dtype, *tables[:2], CPU, sizes, record)
+    def make(
+        shape: AttentionShape, dtype: torch.dtype, cos: torch.Tensor, sin: torch.Tensor, *ignored: Any
+    ) -> Kernels:
+        return kernels.TritonKernels(shape, dtype, cos, sin, CPU, sizes, record)
 
     return make
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from engine.config import GIB, ConfigError, EngineConfig
@@ -113,7 +115,7 @@ def test_without_caching_nothing_is_hashed() -> None:
 KV_PER_TOKEN = 2 * 30 * 3 * 64 * 2  # SmolLM2-135M in bf16
 
 
-def plan(weights: int = 269 * MIB, activation: int = 40 * MIB, **flags: object) -> MemoryPlan:
+def plan(weights: int = 269 * MIB, activation: int = 40 * MIB, **flags: Any) -> MemoryPlan:
     config = EngineConfig(**{"max_model_len": 8192, **flags})
     return plan_memory(
         config, weights_bytes=weights, activation_bytes=activation, kv_bytes_per_token=KV_PER_TOKEN
@@ -169,7 +171,7 @@ def test_the_plan_is_told_in_tokens_and_concurrency() -> None:
         ),
     ],
 )
-def test_less_than_one_full_request_is_refused_with_a_way_out(flags: dict[str, object], message: str) -> None:
+def test_less_than_one_full_request_is_refused_with_a_way_out(flags: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan(**flags)
 

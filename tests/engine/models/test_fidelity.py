@@ -81,7 +81,7 @@ def warm() -> tuple[LLM, list[Completion]]:
     return llm, llm.generate(PROMPTS, GREEDY)
 
 
-def make_llm(**flags: object) -> LLM:
+def make_llm(**flags: Any) -> LLM:
     return LLM("bundled", **{"dtype": "float32", "max_model_len": 512, "max_num_seqs": 32, **flags})
 
 

@@ -50,7 +50,7 @@ def tokens(seed: int, count: int) -> list[int]:
     return torch.randint(3, VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def make_runner(model: Path, **flags: object) -> ModelRunner:
+def make_runner(model: Path, **flags: Any) -> ModelRunner:
     runner = ModelRunner(EngineConfig(model=str(model), **{"dtype": "float32", **flags}))
     runner.allocate(40)
     return runner

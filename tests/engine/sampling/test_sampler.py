@@ -89,7 +89,8 @@ def test_more_rows_than_are_drawn_at_once() -> None:
     count = 2 * ROWS_AT_ONCE + 3
     values = torch.full((count, VOCAB), -100.0)
     values[torch.arange(count), torch.arange(count)] = 100.0
-    for params in ({}, {"top_p": 0.9}, {"temperature": 0.0}):
+    given: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.9}, {"temperature": 0.0})
+    for params in given:
         assert Sampler().sample(values.clone(), [row(**params)] * count)[0] == list(range(count))
 
 

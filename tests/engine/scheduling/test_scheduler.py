@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from scheduler_lab import Lab, shares
 
@@ -9,7 +11,7 @@ from engine.request import RequestStatus, SamplingParams
 from engine.step import AdmissionStop, StepResult, TokenLogprobs
 
 
-def no_cache(**flags: object) -> Lab:
+def no_cache(**flags: Any) -> Lab:
     return Lab(**{"enable_prefix_caching": False, **flags})
 
 
@@ -456,7 +458,7 @@ def test_rule_9_rejected_drafts_are_taken_back() -> None:
     assert lab.output.accepted_per_position == (1,)
 
 
-def finish_with(tokens: list[int], **sampling: object) -> Lab:
+def finish_with(tokens: list[int], **sampling: Any) -> Lab:
     """One request that decodes, and then emits ``tokens`` in one step."""
     lab = Lab(k=5)
     lab.add("a", 4, sampling=SamplingParams(**{"max_tokens": 50, **sampling}), eos_token_ids=(2,))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from scheduler_lab import Lab, all_accepted, shares
 
@@ -10,7 +12,7 @@ from engine.step import PLACEHOLDER_TOKEN_ID, AdmissionStop
 PROMPT = list(range(100, 109))  # two full blocks of 4, and one token
 
 
-def warm(**flags: object) -> Lab:
+def warm(**flags: Any) -> Lab:
     """The blocks of PROMPT are cached, and nobody runs."""
     lab = Lab(**{"k": 3, **flags})
     lab.add("first", PROMPT, max_tokens=1)

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from serving_kit import make_model, process_alive
@@ -23,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"))
 
 
-def config(model: Path, **flags: object) -> EngineConfig:
+def config(model: Path, **flags: Any) -> EngineConfig:
     return EngineConfig(
         model=str(model), load_format="dummy", device_memory=256 << 20, max_num_batched_tokens=256, **flags
     )

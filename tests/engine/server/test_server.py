@@ -285,7 +285,7 @@ def test_metrics_count_what_was_served(server: Server) -> None:
     assert gained('request_success_total{finished_reason="length"}') == 1
     info = next(name for name in after if name.startswith("vllm:cache_config_info"))
     assert 'block_size="16"' in info
-    blocks = int(re.search(r'num_gpu_blocks="(\d+)"', info)[1])  # type: ignore[index]
+    blocks = int(re.search(r'num_gpu_blocks="(\d+)"', info)[1])
     assert f'kv_cache_size_tokens="{(blocks - 1) * 16}"' in info
 
 
@@ -356,7 +356,7 @@ def test_unknown_paths_and_methods(server: Server) -> None:
 
 def resident_bytes(pid: int) -> int:
     with open(f"/proc/{pid}/status") as stream:
-        return int(re.search(r"VmHWM:\s+(\d+)", stream.read())[1]) * 1024  # type: ignore[index]
+        return int(re.search(r"VmHWM:\s+(\d+)", stream.read())[1]) * 1024
 
 
 def test_a_body_of_50_megabytes_is_refused_and_not_kept(server: Server) -> None:

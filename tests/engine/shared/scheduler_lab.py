@@ -109,8 +109,8 @@ class Lab:
         tokens, drafts = {}, {}
         for item in plan.scheduled:
             if item.emits:
-                proposed = () if PLACEHOLDER_TOKEN_ID in item.drafts else item.drafts
-                emitted = self.emit(item.request, proposed)
+                verified = () if PLACEHOLDER_TOKEN_ID in item.drafts else item.drafts
+                emitted = self.emit(item.request, verified)
                 tokens[item.request.request_id] = emitted
                 if proposed := self.propose(item.request, emitted):
                     drafts[item.request.request_id] = proposed
@@ -166,7 +166,7 @@ class Lab:
             assert len(item.drafts) <= self.config.num_speculative_tokens
             own_end = item.start + item.num_tokens - len(item.drafts)
             assert own_end == item.request.num_tokens if item.emits else own_end < item.request.num_tokens
-            assert item.start + item.num_tokens < self.config.max_model_len
+            assert item.start + item.num_tokens < (self.config.max_model_len or 0)
         if plan.preempted:
             assert not plan.admitted_with_computed
         assert (plan.admission_stop is None) == (plan.num_waiting == 0)

@@ -94,6 +94,9 @@ class HashRunner:
     def allocate(self, num_blocks: int) -> None:
         pass
 
+    def allocate_host(self, num_blocks: int) -> None:
+        raise NotImplementedError("these tests do not swap")
+
     def execute(self, plan: StepPlan) -> StepResult:
         chosen = {
             item.request.request_id: [hash_token(item.request.token_ids, self._vocab_size)]

@@ -39,7 +39,8 @@ def make_problem(
     contexts = [past + count if count else 0 for past, count in zip(pasts, counts, strict=True)]
     widths = [-(-context // shape.block_size) for context in contexts]
     blocks = torch.randperm(sum(widths), generator=generator) + 1
-    cache = TorchCache(*(Paged.allocate(shape, dtype, sum(widths) + 1) for _ in range(2)), kind=0)
+    keys, values = (Paged.allocate(shape, dtype, sum(widths) + 1) for _ in range(2))
+    cache = TorchCache(keys, values, kind=0)
     slots = torch.arange(1, sum(widths) + 1).repeat_interleave(shape.block_size)
     offsets_in_block = torch.arange(len(slots)) % shape.block_size
     for paged in (cache.keys, cache.values):

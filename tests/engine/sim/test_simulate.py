@@ -155,7 +155,8 @@ def test_async_scheduling_hides_no_more_than_the_device_takes() -> None:
 def test_async_scheduling_changes_no_request() -> None:
     requests = [timed(f"r{i}", 0.7 * i, 5 + i, prompt=20 + 7 * i, place=i) for i in range(12)]
     lengths = {"r3": 2, "r5": 40}
-    for flags in ({}, {"num_gpu_blocks_override": 20, "max_model_len": 200}):
+    tight = {"num_gpu_blocks_override": 20, "max_model_len": 200}
+    for flags in (dict[str, Any](), tight):
         plain, _, _ = simulate(requests, runner={"output_lengths": lengths}, **flags)
         ahead, _, _ = simulate(requests, runner={"output_lengths": lengths}, async_scheduling=True, **flags)
         assert [t.request.token_ids for t in plain] == [t.request.token_ids for t in ahead]

@@ -143,11 +143,11 @@ def test_finished_requests_are_remembered_unless_salted(salt: str, expected: lis
 
     suffix = proposer()
     request = finished("a", list(range(30, 40)), salt)
-    step = TargetStep([ScheduledRequest(request, 0, 11)], [[]], {"a": [40]}, hidden=None)  # type: ignore[arg-type]
+    step = TargetStep([ScheduledRequest(request, 0, 11)], [[]], {"a": [40]}, hidden=None)
     suffix.propose(step)
     assert suffix.draft(array([31, 32])) == []
     request.status = RequestStatus.FINISHED_STOPPED
-    suffix.propose(TargetStep([], [], {}, hidden=None))  # type: ignore[arg-type]
+    suffix.propose(TargetStep([], [], {}, hidden=None))
     assert suffix.draft(array([31, 32])) == expected
 
 

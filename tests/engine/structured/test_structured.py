@@ -202,9 +202,9 @@ class MaskedRunner(HashRunner):
 
 @pytest.fixture
 def slow(compiler: LLGuidance) -> Iterator[SlowCompiler]:
-    compiler = SlowCompiler(compiler)
-    yield compiler
-    compiler.go.set()
+    waiting = SlowCompiler(compiler)
+    yield waiting
+    waiting.go.set()
 
 
 def make_core(compile_form: Callable[[StructuredOutputsParams], Grammar], **flags: Any) -> EngineCore:
@@ -352,7 +352,7 @@ def test_equal_forms_are_compiled_once(compiler: LLGuidance) -> None:
     for request in requests:
         grammars.start(request)
     grammars.wait()
-    assert sorted(form.json or "" for form in asked) == sorted(form.json or "" for form in forms[:2])
+    assert sorted(str(form.json) for form in asked) == sorted(str(form.json) for form in forms[:2])
     assert all(request.gate is not None and request.gate.ready() for request in requests)
     assert len({id(request.grammar) for request in requests}) == 6
     for form in forms[1:]:

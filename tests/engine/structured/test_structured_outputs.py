@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +162,7 @@ def test_a_wrong_form_is_told_offline(model: Path) -> None:
 
 
 def test_openai_clients_get_their_schema(client: openai.OpenAI) -> None:
-    schema = {"name": "person", "schema": SCHEMA, "strict": True}
+    schema: Any = {"name": "person", "schema": SCHEMA, "strict": True}
     for seed in range(4):
         answer = client.chat.completions.create(
             model="tiny",
@@ -253,7 +254,7 @@ def test_the_real_model_writes_what_it_must(tmp_path: Path) -> None:
     except FetchError as error:
         pytest.skip(f"the bundled model cannot be had: {error}")
 
-    def ask(seed: int) -> str:
+    def ask(client: openai.OpenAI, seed: int) -> str:
         choice = client.chat.completions.create(
             model="bundled",
             messages=[{"role": "user", "content": "Describe a person as JSON."}],
@@ -272,6 +273,6 @@ def test_the_real_model_writes_what_it_must(tmp_path: Path) -> None:
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
         ThreadPoolExecutor(6) as pool,
     ):
-        answers = list(pool.map(ask, range(6)))
+        answers = list(pool.map(partial(ask, client), range(6)))
     assert all(map(is_json, answers))
     assert len(set(answers)) > 1

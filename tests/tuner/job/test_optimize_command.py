@@ -133,9 +133,14 @@ def test_help_has_examples_and_every_option_is_explained() -> None:
         assert option in shown
 
 
-def test_every_option_reaches_the_run_by_its_own_name(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr("tuner.command.run", lambda options: asked.append(options) or 0)
+def test_every_option_reaches_the_run_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def run(options: Any) -> int:
+        asked.append(options)
+        return 0
+
+    monkeypatch.setattr("tuner.command.run", run)
     words = (
         "--slo",
         "ttft",

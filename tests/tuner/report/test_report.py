@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -36,15 +35,15 @@ def oom_below_80(config: Any) -> None:
         does_not_start(config)
 
 
-def study(tmp_path: Path, **job: Any) -> Any:
-    options = {
+def study(tmp_path: Path, **given: Any) -> Any:
+    options: dict[str, Any] = {
         "strategy": "tpe",
         "rate": 1.0,
         "budget": None,
         "trials": 14,
         "run_seconds": 60.0,
         "pairs": 3,
-        **job,
+        **given,
     }
     target = AnalyticTarget(start_fault=oom_below_80)
     job = Job(**options)
@@ -60,7 +59,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def texts(facts: Any) -> dict[str, Any]:
+def texts(facts: Any) -> dict[str, str]:
     return {path.suffix: path.read_text() for path in write_report(facts)}
 
 
@@ -69,7 +68,8 @@ class Links(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found, self.tags = [], []
+        self.found: list[str] = []
+        self.tags: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attributes: Any) -> None:
@@ -77,14 +77,14 @@ class Links(HTMLParser):
         self.found += [value for name, value in attributes if name in ("src", "href", "data", "srcset")]
 
 
-def test_html_loads_nothing(texts: Sequence[str]) -> None:
+def test_html_loads_nothing(texts: dict[str, str]) -> None:
     page = Links(texts[".html"])
     assert page.found == ["data:,"], "an icon of no bytes, so that no browser asks for one"
     styles = re.findall(r"<style>.*?</style>", texts[".html"], re.DOTALL)
     assert not any("url(" in style or "@import" in style for style in styles)
 
 
-def test_what_was_rehearsed_stands_beside_the_plan(facts: Any, texts: Sequence[str], tmp_path: Path) -> None:
+def test_what_was_rehearsed_stands_beside_the_plan(facts: Any, texts: dict[str, str], tmp_path: Path) -> None:
     said = "rehearsed in simulation on fresh requests; sure to hold: trial 3; refused: trial 7"
     for path in write_report(dataclasses.replace(facts, rehearsed=said, out=tmp_path)):
         assert said in path.read_text()
@@ -117,7 +117,7 @@ def test_without_a_knob_that_was_varied_alone_all_trials_say_which_flag_mattered
     assert "## Which flag mattered (PED-ANOVA over all trials)" in (tmp_path / "report.md").read_text()
 
 
-def test_html_holds_plotly_and_every_figure(texts: Sequence[str], facts: Any) -> None:
+def test_html_holds_plotly_and_every_figure(texts: dict[str, str], facts: Any) -> None:
     assert "Plotly.newPlot" in texts[".html"]
     assert texts[".html"].count('class="plotly-graph-div"') == len(figures(facts))
 
@@ -271,7 +271,7 @@ def test_what_lies_beyond_a_crash_is_said_to_be_forbidden(facts: Any) -> None:
     assert found.refused == {"max_num_seqs: must be at most max_num_batched_tokens": 2, "a: too small": 2}
 
 
-def test_the_front_is_in_the_report_with_its_knee(facts: Any, texts: Sequence[str]) -> None:
+def test_the_front_is_in_the_report_with_its_knee(facts: Any, texts: dict[str, str]) -> None:
     data = json.loads(texts[".json"])["pareto"]
     assert data["trials"] == [r.number for r in facts.front.trials]
     assert data["knee"] in data["trials"]
@@ -291,7 +291,7 @@ def test_findings_of_each_trial_are_shown(facts: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".html", ".md"])
-def test_text_reports_say_everything(texts: Sequence[str], facts: Any, suffix: str) -> None:
+def test_text_reports_say_everything(texts: dict[str, str], facts: Any, suffix: str) -> None:
     text = (
         texts[suffix].replace("&#34;", '"').replace("-&gt;", "->").replace("&lt;", "<").replace("&#39;", "'")
     )
@@ -315,7 +315,7 @@ def test_text_reports_say_everything(texts: Sequence[str], facts: Any, suffix: s
         assert expected.replace("&gt;", ">") in text, expected
 
 
-def test_json_is_whole_and_strict(texts: Sequence[str], facts: Any) -> None:
+def test_json_is_whole_and_strict(texts: dict[str, str], facts: Any) -> None:
     def fail(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
 
@@ -333,7 +333,7 @@ def test_json_is_whole_and_strict(texts: Sequence[str], facts: Any) -> None:
     assert pools[2048] < pools[min(pools)], "a larger budget leaves a smaller pool"
 
 
-def test_markdown_table_rows_have_as_many_cells_as_the_head(texts: Sequence[str]) -> None:
+def test_markdown_table_rows_have_as_many_cells_as_the_head(texts: dict[str, str]) -> None:
     tables = re.findall(r"(?:^\|.*\n)+", texts[".md"], re.MULTILINE)
     assert len(tables) >= 8
     for table in tables:

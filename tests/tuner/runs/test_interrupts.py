@@ -68,7 +68,7 @@ def test_what_else_nobody_can_see_is_told_as_ever(monkeypatch: pytest.MonkeyPatc
         def __del__(self) -> None:
             raise ValueError("of a finalizer")
 
-    told = []
+    told: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)
     with Interrupts():
         Thing()

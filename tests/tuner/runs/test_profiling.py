@@ -16,7 +16,7 @@ from tuner.study.observer import Observer
 MIXED = preset("mixed", max_model_len=8192)
 
 
-def server(**target: AnalyticTarget) -> AnalyticServer:
+def server(**target: Any) -> AnalyticServer:
     return AnalyticServer(
         AnalyticTarget(**target), {"max_num_batched_tokens": 2048, "long_prefill_token_threshold": 0}
     )
@@ -120,6 +120,6 @@ def test_prompts_are_scaled_to_the_context_and_to_a_slow_device(speed: Any, long
 def test_a_run_is_as_long_as_a_start(start: float, job: dict[str, Any], seconds: float) -> None:
     served = server()
     served.start_seconds = start
-    bench = SimpleNamespace(run=run, observer=Observer())
+    bench: Any = SimpleNamespace(run=run, observer=Observer())
     survey = Offer(Job(rate=1.0, **job), PRESETS["itl"], bench).survey(served)
     assert survey.run_seconds == seconds

@@ -14,9 +14,11 @@ import optuna
 import pytest
 from analytic_target import AnalyticTarget
 from llama_8b import CONFIG
+from notebook import Notebook
 
 from engine.sim.step_times import StepTimes
 from loadgen.plan.workload import Length, RequestClass, Workload
+from loadgen.target import Target
 from loadgen.targets.model_shape import Shape, shape_of
 from loadgen.targets.simulated import SimulatedTarget
 from servers.kinds import VLLM
@@ -35,7 +37,6 @@ from tuner.search.fitted_simulator import NoSketch, Sketch, draw
 from tuner.search.prior import PriorError, SimulatedPrior, make_simulator
 from tuner.space.knobs import started_with
 from tuner.space.space import effective
-from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
 from tuner.study.trial import Bench
 
@@ -56,7 +57,7 @@ def simulated(folder: Path) -> SimulatedTarget:
     return SimulatedTarget(f"simulated:{folder / 'times.json'}", str(folder / "config.json"))
 
 
-def measured(target: SimulatedTarget, flags: Mapping[str, Any]) -> Measurement:
+def measured(target: Target, flags: Mapping[str, Any]) -> Measurement:
     with target.open(flags) as server:
         return measure([Run(server.run(schedule), span(schedule)) for schedule in LOAD.rungs()], SLO)
 
@@ -147,7 +148,7 @@ def test_a_sketch_predicts_configs_that_were_not_measured(
 def test_a_sketch_is_flat_in_flags_whose_effect_nobody_has_measured(sketch: Sketch) -> None:
     prior = SimulatedPrior(sketch.target, LOAD, SLO, lambda config: config)
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
-    unknown = (
+    unknown: tuple[dict[str, Any], ...] = (
         {},
         {"kv_cache_dtype": "fp8"},
         {"speculative_config": drafts},
@@ -223,14 +224,12 @@ def test_a_sketch_survives_the_storage(sketch: Sketch) -> None:
     assert Sketch.from_json(replace(sketch, memory=None).to_json()).memory is None
 
 
-def optimizer_of(folder: Path, notes: list[str]) -> Optimizer:
-    observer = Observer()
-    observer.note = notes.append  # type: ignore[method-assign]
-    return Optimizer(Job(), Bench(AnalyticTarget(), observer, Interrupts(), folder), optuna.create_study())
+def optimizer_of(folder: Path, notebook: Notebook) -> Optimizer:
+    return Optimizer(Job(), Bench(AnalyticTarget(), notebook, Interrupts(), folder), optuna.create_study())
 
 
 def test_a_sketch_is_kept_with_the_study(sketch: Sketch, tmp_path: Path) -> None:
-    optimizer = optimizer_of(tmp_path, [])
+    optimizer = optimizer_of(tmp_path, Notebook())
     optimizer.record.set_user_attr("sketch", sketch.to_json())
     kept = optimizer.sketch()
     assert kept is not None
@@ -240,12 +239,13 @@ def test_a_sketch_is_kept_with_the_study(sketch: Sketch, tmp_path: Path) -> None
 def test_a_study_whose_baseline_failed_has_no_prior_and_says_why(
     survey: Survey, baseline: TrialResult, tmp_path: Path
 ) -> None:
-    optimizer = optimizer_of(tmp_path, notes := [])
+    notebook = Notebook()
+    optimizer = optimizer_of(tmp_path, notebook)
     optimizer.survey = survey
     failed = replace(baseline, status="failed", measurement=None)
     optimizer.study = SimpleNamespace(baseline=failed)  # type: ignore[assignment]
     assert optimizer.sketch() is None
-    assert notes == ["no prior: the baseline could not be measured"]
+    assert notebook.notes == ["no prior: the baseline could not be measured"]
 
 
 @pytest.mark.parametrize(

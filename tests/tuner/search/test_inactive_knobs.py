@@ -1,6 +1,5 @@
 """Which configs a search need not try, for the trials saw nobody reach what they change."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +30,7 @@ def told(number: int = 0, **seen: Any) -> TrialResult:
     return TrialResult(number, OWN, "test", "measured", measurement=MEASURED, **(roomy | seen))
 
 
-def names(*results: Sequence[TrialResult]) -> set[Any]:
+def names(*results: TrialResult) -> set[Any]:
     return {name for name, of_no_use in zip(CHANGES, idle(SPACE, results, CODES), strict=True) if of_no_use}
 
 

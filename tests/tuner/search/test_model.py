@@ -32,7 +32,7 @@ def test_it_ends_where_nothing_is_to_be_gained_and_has_found_the_best_by_then() 
 def test_a_search_in_which_only_idle_changes_are_left_says_so() -> None:
     space = build_space(DEFAULTS, 8192, fix=("all",), vary={"gpu_memory_utilization": None})
     readings = {"itl_p99": Reading(0.1, 100)}
-    seen = {"peak_kv_usage": 0.1, "preemptions": 0, "prefix_hits": 0, "peak_running": 8}
+    seen: dict[str, Any] = {"peak_kv_usage": 0.1, "preemptions": 0, "prefix_hits": 0, "peak_running": 8}
     own = TrialResult(0, space.baseline, BASELINE, "measured", measurement=Measurement(readings, 9.0), **seen)
     strategy = ModelStrategy()
     history = History(space, SLO.objective, (own,), taken=frozenset({config_key(space.baseline)}))

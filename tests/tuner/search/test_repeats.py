@@ -1,7 +1,6 @@
 """Repeats where it is close: what is joined, what is asked again, and what a study makes of it."""
 
 import math
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -37,7 +36,7 @@ def told(
     draw: int = 0,
     spread: float = 0.0,
     violation: float = -0.2,
-    status: str = "measured",
+    status: Any = "measured",
 ) -> TrialResult:
     readings = {
         "itl_p99": Reading(itl, 100, itl * (1 - spread), itl * (1 + spread)),
@@ -49,11 +48,22 @@ def told(
     violations = {SERVES: 0.0, "ttft_p95": violation, "failed": 0.0}
     origin = BASELINE if tokens == 2048 and not draw else "test"
     config = {**OWN, "max_num_batched_tokens": tokens}
-    parts = {"measurement": measurement, "short": measurement, "violations": violations, "draw": draw}
+    parts: dict[str, Any] = {
+        "measurement": measurement,
+        "short": measurement,
+        "violations": violations,
+        "draw": draw,
+    }
     return TrialResult(number, config, origin, status, **parts)
 
 
-def history(*results: Sequence[TrialResult]) -> History:
+def overwrite(result: TrialResult, name: str, reading: Reading) -> None:
+    readings = result.measurement.readings
+    assert isinstance(readings, dict)
+    readings[name] = reading
+
+
+def history(*results: TrialResult) -> History:
     return History(SPACE, SLO.objective, results, bounds=SLO.bounds, relative=SLO.relative)
 
 
@@ -95,7 +105,7 @@ def test_two_measurements_without_an_interval_have_none_together(ends: Any) -> N
     results = [told(k, n, 0.2, draw=k // 2) for k, n in enumerate([*tokens, *tokens])]
     for each in results:
         rate = Reading(tokens[each.config["max_num_batched_tokens"]], 100, *ends)
-        each.measurement.readings["throughput"] = rate
+        overwrite(each, "throughput", rate)
     own, best = joined(results)
     reading = best.measurement.reading("throughput")
     assert (str(reading.low), str(reading.high)) == tuple(map(str, ends))
@@ -117,8 +127,8 @@ def test_of_what_has_no_mean_the_worse_counts(name: str, values: Any, together: 
     runs = [told(k, 2048, 0.3, draw=k) for k in range(2)]
     for draw, value in enumerate(values):
         runs.append(told(2 + draw, 512, 0.2, draw=draw))
-        runs[-1].measurement.readings[name] = Reading(value, 100)
-        runs[draw].measurement.readings[name] = Reading(1.0, 100)
+        overwrite(runs[-1], name, Reading(value, 100))
+        overwrite(runs[draw], name, Reading(1.0, 100))
     assert joined(runs)[1].measurement.value(name) == pytest.approx(together)
 
 
@@ -199,8 +209,8 @@ def test_beliefs_take_a_harder_draw_out_of_a_repeat() -> None:
 
 
 def test_a_repeat_is_not_counted_as_another_config() -> None:
-    results = (told(0, 2048, 0.3), told(1, 512, 0.4), told(2, 2048, 0.3, draw=1), told(3, 512, 0.4, draw=1))
-    results += (told(4, 1024, 0.4),)
+    results = [told(0, 2048, 0.3), told(1, 512, 0.4), told(2, 2048, 0.3, draw=1), told(3, 512, 0.4, draw=1)]
+    results.append(told(4, 1024, 0.4))
     found = without_confirmation(results, results[0], SPACE, SLO, "over")
     assert "none of 2 other configs" in found.sentence
 

@@ -27,7 +27,7 @@ def make(storage: Any, baseline: Any = DEFAULTS, **space: Any) -> Study:
     return Study(study, build_space(baseline, 8192, **space), SLO.objective, seed=1)
 
 
-def result(proposal: Any, status: str = "measured", bounds: Any = None, **kwargs: Any) -> TrialResult:
+def result(proposal: Any, status: Any = "measured", bounds: Any = None, **kwargs: Any) -> TrialResult:
     measurement = measure(proposal.config)
     violations = measurement.violations(bounds or ())
     return TrialResult(

@@ -27,8 +27,15 @@ def make(strategy: Any, storage: Any = None, **space: Any) -> Any:
 def result(proposal: Any) -> TrialResult:
     measurement = measure(proposal.config)
     violations = {SERVES: 0.0, **measurement.violations(BOUNDS)}
-    parts = {"measurement": measurement, "short": measurement, "violations": violations}
-    return TrialResult(proposal.number, proposal.config, proposal.origin, "measured", **parts)
+    return TrialResult(
+        proposal.number,
+        proposal.config,
+        proposal.origin,
+        "measured",
+        measurement=measurement,
+        short=measurement,
+        violations=violations,
+    )
 
 
 def drive(study: Study, trials: int) -> Any:

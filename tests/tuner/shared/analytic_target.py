@@ -53,7 +53,7 @@ class AnalyticTarget(Target):
         self.open_now = 0
 
     @contextmanager
-    def open(self, config: Mapping[str, Any]) -> Iterator[OpenTarget]:
+    def open(self, config: Mapping[str, Any]) -> Iterator[AnalyticServer]:
         self.opened.append(dict(config))
         effective = {**DEFAULTS, **config}
         self.start_fault(effective)
@@ -74,7 +74,9 @@ class AnalyticServer(OpenTarget):
     def __init__(self, target: AnalyticTarget, config: Mapping[str, Any]) -> None:
         self.target, self.config = target, config
 
-    def run(self, schedule: Schedule, progress: Any = None, stop: Any = None) -> Records:
+    def run(
+        self, schedule: Schedule, progress: Any = None, stop: Any = None, **limits: float | None
+    ) -> Records:
         self.target.run_fault(self.config)
         end = schedule.duration or math.inf
         begins = [r.intended or CLOSED_GAP * k for k, r in enumerate(schedule.requests)]

@@ -9,7 +9,9 @@ class Notebook(Observer):
     """Writes down what it is told."""
 
     def __init__(self) -> None:
-        self.notes, self.phases, self.trials = [], [], []
+        self.notes: list[str] = []
+        self.phases: list[str] = []
+        self.trials: list[tuple[int, str, Any]] = []
 
     def note(self, text: str) -> None:
         self.notes.append(text)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import psycopg.sql
@@ -102,7 +103,7 @@ class Postgres:
     def _user(self) -> pwd.struct_passwd | None:
         return _account() if os.geteuid() == 0 else None
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
         account = self._user()
         return {"user": account.pw_uid, "group": account.pw_gid} if account else {}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -113,7 +114,7 @@ def test_sequences_reach_no_further_than_the_pool() -> None:
     wide = space().axes[1]
     narrow = space(around=Surroundings("bundled", mean_request=1000, memory=plan)).axes[1]
     assert wide.name == narrow.name == "max_num_seqs"
-    assert (max(wide.values), max(narrow.values)) == (512, 128)  # type: ignore[type-var]
+    assert (max(wide.values), max(narrow.values)) == (512, 128)
     plenty = Surroundings("bundled", mean_request=100, memory=plan)
     assert space(around=plenty).axes[1] == wide
 
@@ -135,7 +136,7 @@ def test_a_method_decides_which_keys_there_are() -> None:
         ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
         ("method", "num_speculative_tokens"),
     }
-    suffix = {SPECULATION: {"method": "suffix", "num_speculative_tokens": 4}}
+    suffix: dict[str, Any] = {SPECULATION: {"method": "suffix", "num_speculative_tokens": 4}}
     alone = space(flags=suffix, fix=["all"], vary={SPECULATION: None})
     assert [axis.name for axis in alone.axes] == [DRAFTS]
     assert alone.snap(alone.baseline)[SPECULATION] == suffix[SPECULATION]

@@ -168,7 +168,7 @@ def test_of_the_users_draft_model_only_the_number_of_drafts_varies() -> None:
 def test_size_counts_the_lookups_once_for_no_speculation() -> None:
     narrow = space(fix=["all"], vary={SPECULATION: None})
     assert narrow.size == 1 + 5 * 3 * 3
-    keys = set()
+    keys: set[str] = set()
     while (config := narrow.untried(keys, random.Random(len(keys)))) is not None:
         keys.add(config_key(config))
     assert len(keys) == narrow.size

@@ -9,7 +9,7 @@ from loadgen.compare import compare
 from loadgen.measure.stats import Summary
 from loadgen.plan.workload import Length, RequestClass, Workload, preset
 from servers.slo.bounds import Bound
-from servers.slo.objective import PRESETS, parse_slo
+from servers.slo.objective import PRESETS, Slo, parse_slo
 from tuner.runs.load import Load, span
 from tuner.runs.result import Reading
 from tuner.study.confirmation import GUARD, Change, Pooled, assess, holds, judge
@@ -19,13 +19,13 @@ BASELINE, BEST = {"max_num_batched_tokens": 2048}, {"max_num_batched_tokens": 51
 
 
 def confirm(
-    slo: str,
+    slo: Slo,
     pairs: int = 3,
     baseline_feasible: bool = True,
     a: Any = BASELINE,
     b: Any = BEST,
     load: Any = LOAD,
-    **target: AnalyticTarget,
+    **target: Any,
 ) -> Any:
     seeds = load.confirmation_seeds(pairs)
     comparison = compare(AnalyticTarget(**target), a, b, load.confirmation, seeds=seeds, metrics=[])
@@ -160,9 +160,11 @@ def test_changes_without_a_ratio_say_so() -> None:
     ],
     ids=["wholly", "its near part", "hardly", "open", "none"],
 )
-def test_a_bound_is_held_so_far_towards_the_worse_end(interval: Any, near: bool, all_of_it: bool) -> None:
+def test_a_bound_is_held_so_far_towards_the_worse_end(
+    interval: tuple[float, float], near: bool, all_of_it: bool
+) -> None:
     bound = Bound("ttft_p95", "<=", 1.2)
     assert holds(bound, 1.0, *interval, GUARD) == near
     assert holds(bound, 1.0, *interval, 1.0) == all_of_it
-    mirrored = (1 / end if end else math.inf for end in reversed(interval))
-    assert holds(Bound("throughput", ">=", 1 / 1.2), 1.0, *mirrored, GUARD) == near
+    low, high = (1 / end if end else math.inf for end in reversed(interval))
+    assert holds(Bound("throughput", ">=", 1 / 1.2), 1.0, low, high, GUARD) == near

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from tuner.runs.result import Reading
 from tuner.study.dynamic import Curve, advise, advised, crossing, regimes, to_json
 
 LOADS = (1.0, 4.0, 16.0)
-SPECULATION = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+SPECULATION: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 
 
 def exact(*values: float) -> tuple[Reading, ...]:

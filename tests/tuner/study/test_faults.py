@@ -52,7 +52,8 @@ SLO = parse_slo("itl")
 
 class Notebook(Observer):
     def __init__(self, on_load: Any = lambda: None) -> None:
-        self.notes, self._on_load = [], on_load
+        self.notes: list[str] = []
+        self._on_load = on_load
 
     def note(self, text: str) -> None:
         self.notes.append(text)
@@ -95,7 +96,7 @@ def real_trial(tmp_path: Path) -> Iterator[Any]:
         words = [sys.executable, "-S", str(FAKE), "fake", "--time-scale", "0.1", *fault]
         target = ServerTarget(f"{shlex.join(words)} {{flags}} --port {{port}}", log_dir=tmp_path, **options)
         bench = Bench(target, notebook or Notebook(), Interrupts(), tmp_path)
-        proposal = SimpleNamespace(number=0, draw=0, config={"max_num_seqs": 8}, origin="test")
+        proposal: Any = SimpleNamespace(number=0, draw=0, config={"max_num_seqs": 8}, origin="test")
         optimizer = SimpleNamespace(job=Job(workload="random", rate=20.0, run_seconds=2.0), survey=None)
         load = Load(_workload(), 0, 2.0, optimizer.job.rate, None)
         bounds = SLO.resolve(lambda metric, cls: float("nan"))
@@ -147,13 +148,19 @@ def test_a_client_that_is_killed_says_nothing_of_the_config(real_trial: Any) -> 
         real_trial(notebook=Notebook(kill_the_client))
 
 
-def client_killed(config: Any) -> None:
-    raise RunFailed(CLIENT_KILLED, "the client process ended with status -9")
+def client_killed_where(which: Callable[[Any], bool]) -> Callable[[Any], None]:
+    """A fault of those runs of which ``which`` says so, given their config."""
+
+    def fault(config: Any) -> None:
+        if which(config):
+            raise RunFailed(CLIENT_KILLED, "the client process ended with status -9")
+
+    return fault
 
 
 def test_a_trial_whose_client_was_killed_is_tried_again(make: Callable[..., Optimizer]) -> None:
     loads = itertools.count()
-    target, notebook = AnalyticTarget(run_fault=lambda c: next(loads) == 4 and client_killed(c)), Notebook()
+    target, notebook = AnalyticTarget(run_fault=client_killed_where(lambda c: next(loads) == 4)), Notebook()
     optimizer = make(target, notebook)
     optimizer.run()
     assert_whole(optimizer)
@@ -166,7 +173,7 @@ def test_a_config_that_always_costs_the_client_its_life_does_not_end_the_study(
     make: Callable[..., Optimizer],
 ) -> None:
     small = "max_num_seqs"
-    optimizer = make(AnalyticTarget(run_fault=lambda c: c[small] < 128 and client_killed(c)))
+    optimizer = make(AnalyticTarget(run_fault=client_killed_where(lambda c: c[small] < 128)))
     optimizer.run()
     failed = [r for r in optimizer.study.results if r.status == "failed"]
     assert failed
@@ -177,7 +184,7 @@ def test_a_baseline_without_its_client_ends_the_run_and_the_next_one_goes_on(
     make: Callable[..., Optimizer],
 ) -> None:
     loads = itertools.count()
-    target = AnalyticTarget(run_fault=lambda c: next(loads) == 2 and client_killed(c))
+    target = AnalyticTarget(run_fault=client_killed_where(lambda c: next(loads) == 2))
     with pytest.raises(SetupFailed):
         make(target).run()
     optimizer = make(target)
@@ -330,7 +337,7 @@ class Database:
 
 
 def test_after_the_database_was_away_nobody_is_judged_for_a_while() -> None:
-    database = Database()
+    database: Any = Database()
     pulse = Pulse(database)
     pulse.try_to_beat()
     assert pulse.steady_since == float("-inf")
@@ -355,7 +362,7 @@ def test_a_worker_that_is_killed_is_started_again(tmp_path: Path) -> None:
         f"import os, pathlib; marker = pathlib.Path({str(marker)!r}); first = not marker.exists(); "
         "marker.touch(); first and os.kill(os.getpid(), 9); print('measured')"
     )
-    said = []
+    said: list[str] = []
     with LocalWorkers([local(tmp_path, code)], said.append) as workers:
         assert workers.wait() == [0]
     assert said == ["worker-1: ended by signal 9; starting it again", "worker-1: measured"]

@@ -10,6 +10,7 @@ import optuna
 import pytest
 from analytic_target import AnalyticServer, AnalyticTarget
 
+from loadgen.measure.record import Records
 from loadgen.target import RunFailed
 from servers.slo.objective import parse_slo
 from tuner.job.job import Job
@@ -32,11 +33,11 @@ class ClockedTarget(AnalyticTarget):
         super().__init__()
         self.seconds, self.hangs = 0.0, hangs
 
-    def clock(self) -> Any:
+    def clock(self) -> float:
         return self.seconds
 
     @contextmanager
-    def open(self, config: Any) -> Iterator[Any]:
+    def open(self, config: Any) -> Iterator[AnalyticServer]:
         with super().open(config) as server:
             server.start_seconds = 3.0 + zlib.crc32(config_key(config).encode()) % 13
             self.seconds += server.start_seconds
@@ -44,16 +45,16 @@ class ClockedTarget(AnalyticTarget):
 
 
 class ClockedServer(AnalyticServer):
-    def __init__(self, target: AnalyticTarget, config: Any, start_seconds: Any, hangs: Any) -> None:
+    def __init__(self, target: ClockedTarget, config: Any, start_seconds: float, hangs: bool) -> None:
         super().__init__(target, config)
-        self.start_seconds, self.hangs = start_seconds, hangs
+        self.clocked, self.start_seconds, self.hangs = target, start_seconds, hangs
 
-    def run(self, schedule: Any, progress: Any = None, stop: Any = None) -> Any:
+    def run(self, schedule: Any, progress: Any = None, stop: Any = None, **limits: float | None) -> Records:
         seconds = schedule.duration or max(r.intended for r in schedule.requests)
         if self.hangs:
-            self.target.seconds += PATIENCE_SECONDS + PATIENCE_FACTOR * seconds
+            self.clocked.seconds += PATIENCE_SECONDS + PATIENCE_FACTOR * seconds
             raise RunFailed("hangs", "a load had not ended")
-        self.target.seconds += seconds * (1 + schedule.seed % 4 / 10)
+        self.clocked.seconds += seconds * (1 + schedule.seed % 4 / 10)
         return super().run(schedule, progress, stop)
 
 

@@ -49,7 +49,9 @@ class Speculating(AnalyticTarget):
 
 
 class Server(AnalyticServer):
-    def run(self, schedule: Schedule, progress: Any = None, stop: Any = None) -> Records:
+    def run(
+        self, schedule: Schedule, progress: Any = None, stop: Any = None, **limits: float | None
+    ) -> Records:
         rate = schedule.concurrency or len(schedule.requests) / span(schedule)
         factor = (rate / CROSSING) ** 0.5 if self.config.get("speculative_config") else 1.0
         self.target.itl_factor = lambda config, seed: factor

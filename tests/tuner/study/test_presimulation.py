@@ -17,9 +17,7 @@ LOAD = Load(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)
 BASELINE = {"max_num_batched_tokens": 2048}
 
 
-def rehearsal(
-    asked: Any = (), slo: Any = PRESETS["itl"], told: Any = None, **target: AnalyticTarget
-) -> Rehearsal:
+def rehearsal(asked: Any = (), slo: Any = PRESETS["itl"], told: Any = None, **target: Any) -> Rehearsal:
     """``told``: predictions in place of simulated ones, by max_num_batched_tokens."""
     analytic = AnalyticTarget(**target)
     analytic.estimate = "analytic"

@@ -18,7 +18,7 @@ from vtune_process import PATIENCE_SECONDS, Vtune, assert_no_server_is_left, tar
 pytestmark = pytest.mark.timeout(600)
 
 
-SHORT = {"rate": 50, "run_time": "0.5s"}
+SHORT: dict[str, Any] = {"rate": 50, "run_time": "0.5s"}
 """For a study that no signal must meet in the middle of a load."""
 NO_PRIOR = ("--prior", "none")
 """Nothing is simulated where the search is not the point."""
@@ -48,7 +48,7 @@ def words(
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Any]:
     """A process in the background."""
-    started = []
+    started: list[Vtune] = []
 
     def start_(*arguments: Any, **kwargs: Any) -> Any:
         name = f"vtune-{len(started)}"

@@ -90,9 +90,12 @@ def test_a_study_that_is_over_confirms_nothing_anew_while_its_report_is_there(
     report, printed = studied
     concluded: list[str] = []
     conclude = Optimizer.conclude
-    monkeypatch.setattr(
-        Optimizer, "conclude", lambda self, ended: concluded.append(ended) or conclude(self, ended)
-    )
+
+    def counted(self: Optimizer, ended: str) -> Any:
+        concluded.append(ended)
+        return conclude(self, ended)
+
+    monkeypatch.setattr(Optimizer, "conclude", counted)
     again = Options(place=Place(study=report["study"], out=place))
     with redirect_stdout(io.StringIO()) as said:
         assert run(again) == 0
@@ -121,6 +124,6 @@ def test_defaults_are_the_devices() -> None:
 @pytest.mark.parametrize(
     "words", [{"target": "simulated:h900"}, {"target": "simulated:h100", "model": "/no"}]
 )
-def test_what_cannot_be_simulated_is_a_usage_error(words: dict[str, str], tmp_path: Path) -> None:
+def test_what_cannot_be_simulated_is_a_usage_error(words: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(TargetError, match=next(reversed(words.values()))):
         make_target(requested_job(Options(**words)).job, tmp_path, 60.0)

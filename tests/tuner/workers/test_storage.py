@@ -37,7 +37,7 @@ class Time:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.naps = []
+        self.naps: list[float] = []
 
     def sleep(self, seconds: float) -> None:
         self.naps.append(seconds)
@@ -57,7 +57,7 @@ def patience(time_: Time) -> Patience:
 def gone(state: Any = None, invalidated: bool = False) -> Any:
     """What Optuna raises when the database of PostgreSQL does not answer."""
     error = StorageInternalError("commit")
-    original = SimpleNamespace(sqlstate=state)
+    original: Any = SimpleNamespace(sqlstate=state)
     error.__cause__ = exc.OperationalError("SELECT 1", {}, original, connection_invalidated=invalidated)
     return error
 
@@ -75,7 +75,7 @@ def failing(times: int, error: Any) -> Callable[..., Any]:
 
 
 def test_a_database_that_comes_back_is_waited_for(patience: Patience, time_: Time) -> None:
-    notes = []
+    notes: list[str] = []
     patience.notify = notes.append
     assert patience.call(failing(5, gone())) == "done"
     assert time_.naps == sorted(time_.naps)
@@ -122,7 +122,7 @@ def test_what_will_not_pass_is_not_waited_for(patience: Patience, time_: Time) -
         (gone(state="08006").__cause__, True),
         (gone(state="42P01").__cause__, False),
         (gone(state="42P01", invalidated=True).__cause__, True),
-        (exc.IntegrityError("INSERT", {}, SimpleNamespace()), False),
+        (exc.IntegrityError("INSERT", {}, Exception()), False),
         (exc.TimeoutError(), True),
         (None, False),
     ],
@@ -169,7 +169,7 @@ def test_a_change_that_was_made_before_its_reply_was_lost_is_ours(
     original = optuna.storages.RDBStorage.set_trial_state_values
     replies = iter([gone()])
 
-    def unheard(self, *arguments: Any) -> Any:
+    def unheard(self: optuna.storages.RDBStorage, *arguments: Any) -> Any:
         done = original(self, *arguments)
         for error in replies:
             raise error
