@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from servers.flags.defaults import USUAL, Platform, Spread, version_tuple
+from servers.flags.rules import RULES, Rule
 from servers.flags.spelling import Spelling
 from servers.logs.log_facts import LogFormat
 from servers.reading import Number
@@ -17,7 +18,7 @@ def usual(name: str, platform: Platform) -> Spread:
     return USUAL[name]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ServerKind:
     """Everything that differs between servers. A name of a flag is vLLM's throughout (see ``spelling``)."""
 
@@ -69,6 +70,9 @@ class ServerKind:
     failures: Mapping[str, str] = field(default_factory=dict)
     """Reason of ``servers.failures`` -> pattern of the lines that show it, beside those of every server."""
 
+    def __repr__(self) -> str:
+        return f"<{self.label}>"
+
     @property
     def command(self) -> str:
         """The command up to the model."""
@@ -91,6 +95,11 @@ class ServerKind:
     def default(self, name: str, platform: Platform) -> Number:
         """What a flag is where nobody sets it: exact where the platform leaves no choice, else a range."""
         return Number(*self.defaults(name, platform), "flag")
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """Between its flags."""
+        return tuple(rule for rule in RULES if self.budget_counts_decodes or not rule.budget)
 
     def has(self, flag: str) -> bool:
         return self.spelling.has(flag) if self.flags is None else flag in self.flags

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from servers.flags import defaults
 from servers.flags.defaults import Platform
+from servers.flags.rules import Rule
 from servers.kind import ServerKind
 from servers.kinds import VLLM
 from servers.kinds.vllm import pool_tokens
@@ -38,6 +39,10 @@ class Flag:
     def certain(self) -> bool:
         """Whether somebody said so, or it can be nothing else."""
         return self.origin in ("given", "log", "metrics", "default")
+
+    @property
+    def unset(self) -> bool:
+        return self.origin in ("default", "guessed")
 
     def bounded(self, number: Number) -> Flag:
         """The same flag, with what else is known about its value."""
@@ -95,7 +100,7 @@ def resolve(
     for origin, values in layers:
         for name, value in _numbers(values).items():
             known[name] = Flag(name, _typed(value), origin, Number.exactly(value))
-    return Flags(_in_harmony(known), kind, platform.version, raw)
+    return Flags(_in_harmony(known, kind.rules), kind, platform.version, raw)
 
 
 def _platform(
@@ -120,21 +125,28 @@ def _platform(
     )
 
 
-def _in_harmony(known: Mapping[str, Flag]) -> dict[str, Flag]:
-    """Narrow what nobody stated by the servers' own rule: a step's budget covers every sequence.
+def _in_harmony(known: Mapping[str, Flag], rules: Iterable[Rule]) -> dict[str, Flag]:
+    """Narrow what is not stated by the rules between flags: a step's budget covers every sequence.
 
     A default of ``max_num_seqs`` is lowered to a smaller budget; a budget is no smaller than the sequences.
     """
-    tokens, seqs = known["max_num_batched_tokens"], known["max_num_seqs"]
-    chunked, length = known["enable_chunked_prefill"], known.get("max_model_len")
-    unset = ("default", "guessed")
-    if tokens.origin in unset and chunked.certain and not chunked.value and length is not None:
-        tokens = tokens.bounded(tokens.number.maximum(length.number))
-    if seqs.origin in unset and tokens.certain:
-        seqs = seqs.bounded(seqs.number.minimum(tokens.number))
-    if tokens.origin in unset and seqs.certain:
-        tokens = tokens.bounded(tokens.number.maximum(seqs.number))
-    return {**known, tokens.name: tokens, seqs.name: seqs}
+    found = dict(known)
+    for rule in rules:
+        flag, least = found.get(rule.flag), rule.comparison.right
+        if flag is None or rule.comparison.operator != ">=" or not rule.applies(_values(found, rule.when)):
+            continue
+        other = found.get(least.text)
+        if other is not None and other.unset and flag.certain:
+            found[other.name] = other.bounded(other.number.minimum(flag.number))
+        if flag.unset and all(name in found and found[name].certain for name in least.names):
+            number = least.value(lambda name: found[name].number)
+            if isinstance(number, Number):
+                found[flag.name] = flag.bounded(flag.number.maximum(number))
+    return found
+
+
+def _values(known: Mapping[str, Flag], names: Iterable[str]) -> dict[str, Any]:
+    return {name: known[name].value for name in names if name in known and known[name].certain}
 
 
 def inferred(name: str, value: float, low: float, high: float) -> Flag:

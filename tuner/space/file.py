@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from servers.expression import ExpressionError, parse_expression
+from servers.flags.rules import Rule
 from tuner.space.axis import Value, is_number
 from tuner.space.knobs import KNOBS, Knob, SpaceError
-from tuner.space.rules import Rule
 
 _KNOB_KEYS = ("values", "low", "high", "step", "last", "needs", "needs_value")
 _RULE_KEYS = ("holds", "because", "when")

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from servers.errors import UserError
-from servers.expression import parse_expression
+from servers.expression import Numbers, parse_expression
 from servers.flags.defaults import NAMES, Platform
 from servers.flags.offered_flags import OfferedFlags
 from servers.kinds import KINDS
 from servers.memory_plan import MemoryPlan
 from tuner.space.axis import Axis, Value, is_number
-from tuner.space.rules import Numbers, evaluate
 
 SPECULATION = "speculative_config"
 DRAFTS = f"{SPECULATION}.num_speculative_tokens"
@@ -106,7 +105,7 @@ class Knob:
 
     def _bound(self, text: str, numbers: Numbers) -> float:
         try:
-            return evaluate(parse_expression(text))(numbers)
+            return parse_expression(text).on_numbers()(numbers)
         except KeyError as missing:
             raise SpaceError(
                 f"{self.name}: {text!r}: {missing.args[0]} is not known here; known are "

@@ -19,6 +19,7 @@ from typing import Any
 
 from optuna.trial import BaseTrial, FixedTrial
 
+from servers.flags.rules import RULES, Rule
 from servers.kinds import KINDS
 from tuner.space.axis import Axis, Param, Value, is_number
 from tuner.space.config import (
@@ -45,7 +46,6 @@ from tuner.space.knobs import (
     geometric,
     knobs_of,
 )
-from tuner.space.rules import RULES, Rule
 
 __all__ = [
     "DRAFTS",
@@ -229,7 +229,7 @@ def build_space(
     ]
     if not axes:
         raise SpaceError("nothing is left to vary. Fix fewer flags, or --vary one.")
-    rules = (*RULES, *file.rules) if file else RULES
+    rules = (*KINDS[around.server].rules, *(file.rules if file else ()))
     _check_rules(file.rules if file else (), {**numbers, **values, **dict.fromkeys(a.name for a in axes)})
     return Space(axes, whole, max_model_len, rules, around, tuple(notes))
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from servers.expression import ExpressionError, parse_comparison, parse_expression
+from servers.flags.rules import RULES, Rule
+from servers.kinds import KINDS
 from servers.reading import Missing, Number
-from tuner.space.rules import RULES, Rule, evaluate
 from tuner.space.space import build_space, effective
 
 VALUES = {"a": 3.0, "b": 0.5, "c": -2.0}
@@ -31,7 +32,7 @@ def test_closures_compute_what_the_doctor_computes(text: str) -> None:
     expression = parse_expression(text)
     theirs = expression.value(lambda name: Number.exactly(VALUES[name]))
     try:
-        ours = evaluate(expression)(VALUES)
+        ours = expression.on_numbers()(VALUES)
     except ZeroDivisionError:
         assert isinstance(theirs, tuple)
         assert isinstance(theirs[0], Missing)
@@ -73,6 +74,6 @@ def test_every_rule_names_a_flag_and_completes_a_sentence() -> None:
     for rule in RULES:
         assert rule.flag in rule.compared | {"speculative_config"}
         assert rule.text.startswith(("must", "prompt_lookup_min must"))
-    for server in ("bundled", "vllm", "sglang"):
+    for server in KINDS:
         baseline = effective({}, server)
         assert build_space(baseline, 8192).refusals(baseline) == []

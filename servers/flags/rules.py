@@ -1,68 +1,16 @@
-"""What a config must hold before it may be launched: comparisons over its flags, as data.
+"""The rules between flags, which a server holds at its start: comparisons, as data.
 
-They are written in the doctor's language of rules (``servers.expression``) and never executed as Python. A
-search judges thousands of configs between two launches, so a comparison is turned into closures once.
+The doctor keeps its prescriptions inside them and the tuner the configs that it launches. They are vLLM's
+(``SchedulerConfig.verify_max_model_len``) and the bundled engine's, and what makes a flag do nothing.
 """
 
 from __future__ import annotations
 
-import ast
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from servers.expression import Comparison, Expression, ExpressionError, parse_comparison
-
-Numbers = Mapping[str, float]
-"""A config as names that expressions use: its numbers, switches as 0 and 1, and of nested flags the keys."""
-Evaluate = Callable[[Numbers], float]
-
-_OPERATORS: Mapping[type[ast.operator], Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
-_COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
-    ">": operator.gt,
-    ">=": operator.ge,
-    "<": operator.lt,
-    "<=": operator.le,
-    "==": operator.eq,
-}
-_CALLS: Mapping[str, Callable[..., float]] = {"min": min, "max": max}
-
-
-def evaluate(expression: Expression) -> Evaluate:
-    """The expression's value of given numbers. What it makes raises KeyError for a name that is missing, and
-    ZeroDivisionError."""
-    return _compile(expression.tree)
-
-
-def _judge(comparison: Comparison) -> Callable[[Numbers], bool]:
-    left, right = evaluate(comparison.left), evaluate(comparison.right)
-    compare = _COMPARISONS[comparison.operator]
-    return lambda numbers: compare(left(numbers), right(numbers))
-
-
-def _compile(node: ast.expr) -> Evaluate:
-    match node:
-        case ast.Constant(value=int() | float() as value):
-            constant = float(value)
-            return lambda numbers: constant
-        case ast.Name(id=name):
-            return lambda numbers: numbers[name]
-        case ast.UnaryOp(operand=operand):
-            inner = _compile(operand)
-            return lambda numbers: -inner(numbers)
-        case ast.Call(func=ast.Name(id=name), args=args):
-            call, parts = _CALLS[name], [_compile(argument) for argument in args]
-            return lambda numbers: call(*(part(numbers) for part in parts))
-        case ast.BinOp(left=left, op=op, right=right):
-            a, b, join = _compile(left), _compile(right), _OPERATORS[type(op)]
-            return lambda numbers: join(a(numbers), b(numbers))
-    raise ExpressionError(f"{ast.unparse(node)!r} is not allowed")
+from servers.expression import Comparison, Numbers, parse_comparison
 
 
 @dataclass(frozen=True)
@@ -78,24 +26,41 @@ class Rule:
     text: str
     """Why, after the flag and its value: ``must be at least max_num_seqs, or …``."""
     when: Mapping[str, Any] = field(default_factory=dict)
+    budget: bool = False
+    """True: of servers whose token budget counts the tokens that decode, too."""
+    comparison: Comparison = field(init=False, repr=False, compare=False)
     _holds: Callable[[Numbers], bool] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_holds", _judge(parse_comparison(self.holds)))
+        comparison = parse_comparison(self.holds)
+        object.__setattr__(self, "comparison", comparison)
+        object.__setattr__(self, "_holds", comparison.on_numbers())
 
     @property
     def compared(self) -> frozenset[str]:
         """The names in ``holds``."""
-        return parse_comparison(self.holds).names
+        return self.comparison.names
+
+    def applies(self, flat: Mapping[str, Any]) -> bool:
+        return not self.when or all(flat.get(flag) == value for flag, value in self.when.items())
 
     def broken(self, flat: Mapping[str, Any], numbers: Numbers) -> bool:
         """``flat``: the config with nested flags as ``flag.key``; ``numbers``: the same for expressions."""
-        if self.when and any(flat.get(flag) != value for flag, value in self.when.items()):
+        if not self.applies(flat):
             return False
         try:
             return not self._holds(numbers)
         except (KeyError, ZeroDivisionError):
             return False
+
+    def limit(self, flag: str, sign: str, numbers: Numbers) -> float | None:
+        """What ``flag`` must not be beyond where the rule reads ``flag sign …``; None where it does not."""
+        if (self.comparison.left.text, self.comparison.operator) != (flag, sign) or not self.applies(numbers):
+            return None
+        try:
+            return self.comparison.right.on_numbers()(numbers)
+        except (KeyError, ZeroDivisionError):
+            return None
 
 
 RULES = (
@@ -103,12 +68,14 @@ RULES = (
         "max_num_batched_tokens",
         "max_num_batched_tokens >= max_num_seqs",
         "must be at least max_num_seqs, or a step cannot serve every sequence",
+        budget=True,
     ),
     Rule(
         "max_num_batched_tokens",
         "max_num_batched_tokens >= max_model_len",
         "must be at least max_model_len when chunked prefill is off, or a long prompt fits no step",
         when={"enable_chunked_prefill": False},
+        budget=True,
     ),
     Rule(
         "long_prefill_token_threshold",
@@ -124,6 +91,7 @@ RULES = (
         "max_num_batched_tokens",
         "max_num_batched_tokens >= 1 + num_speculative_tokens",
         "must be at least 1 + num_speculative_tokens, or nothing is ever admitted",
+        budget=True,
     ),
     Rule(
         "speculative_config",
@@ -147,4 +115,4 @@ RULES = (
         "must hold the workload's longest request",
     ),
 )
-"""Of every server. Flags that one does not have are in none of its configs."""
+"""Flags that a server does not have are in none of its configs."""
