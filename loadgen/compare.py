@@ -25,7 +25,7 @@ from loadgen.measure.estimator import (
     whole,
 )
 from loadgen.measure.record import Records
-from loadgen.measure.stats import RATES, Bound, FigureError, Summary
+from loadgen.measure.stats import RATES, FigureError, RequestBound, Summary
 from loadgen.plan.workload import Schedule
 from loadgen.target import OpenTarget, Target, TargetFailed
 from servers.errors import UserError
@@ -139,7 +139,7 @@ def compare(
     *,
     seeds: Sequence[int],
     metrics: Sequence[str],
-    bounds: Sequence[Bound] = (),
+    bounds: Sequence[RequestBound] = (),
     confidence: float = 0.95,
     together: bool | None = None,
     time_limit: float | None = None,
@@ -203,7 +203,7 @@ def compare_runs(
     pairs: Sequence[Pair],
     metrics: Sequence[str],
     *,
-    bounds: Sequence[Bound] = (),
+    bounds: Sequence[RequestBound] = (),
     confidence: float = 0.95,
     one_load: bool = True,
 ) -> Comparison:

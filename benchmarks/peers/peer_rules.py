@@ -15,7 +15,7 @@ from statistics import median
 
 import numpy as np
 
-from doctor.diagnosis.judged_slo import DEFAULTS
+from doctor.diagnosis.judged_objectives import DEFAULTS
 from doctor.metrics.signals import Node, OverTime, Quantile
 from doctor.metrics.sources import observe_recording
 from servers.metrics.catalog import METRICS

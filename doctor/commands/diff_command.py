@@ -54,7 +54,7 @@ def diff_command(
     import json
 
     from doctor.diagnosis.diff import as_lines, difference
-    from doctor.diagnosis.judged_slo import parse_slo
+    from doctor.diagnosis.judged_objectives import judged_objectives
 
     try:
         spans = (_window(window_a, "--window-a"), _window(window_b, "--window-b"))
@@ -73,7 +73,7 @@ def diff_command(
             _side(prometheus, selector, login, path, span, flags, log)
             for path, span, flags, log in zip(paths, spans, commands, (log_a, log_b), strict=True)
         ]
-        found = difference(sides[0], sides[1], parse_slo(slo))
+        found = difference(sides[0], sides[1], judged_objectives(slo))
     except KeyboardInterrupt:
         interrupted()
     if format is DiffFormat.json:

@@ -10,7 +10,7 @@ from typing import Any
 from doctor.diagnosis.engine_view import Patient, patients, with_baseline
 from doctor.diagnosis.finding import CannotTell, Diagnosis, Evidence, Finding
 from doctor.diagnosis.fleet import fleets
-from doctor.diagnosis.judged_slo import Slo, parse_slo
+from doctor.diagnosis.judged_objectives import JudgedObjectives, judged_objectives
 from doctor.diagnosis.playbook import SEVERITIES, Playbook, load_all
 from doctor.diagnosis.prescribe import prescriptions
 from doctor.metrics.signals import SIGNALS
@@ -26,7 +26,7 @@ FEW_REQUESTS = 20
 def diagnose(
     source: Source,
     flags: Mapping[str, Any] | None = None,
-    slo: Slo | str | None = None,
+    slo: JudgedObjectives | str | None = None,
     *,
     log: LogFacts | None = None,
     assume: Mapping[str, float] | None = None,
@@ -39,12 +39,12 @@ def diagnose(
     """Judge every playbook on every engine of ``source``.
 
     ``flags``: the server's current flags as ``parse_command`` gives them (an empty mapping:
-    started with defaults; None: not known). ``slo``: as :func:`judged_slo.parse_slo` reads it. ``assume``:
+    started with defaults; None: not known). ``slo``: as :func:`judged_objectives` reads it. ``assume``:
     values for :data:`playbook.ASSUMPTIONS`. ``window``: seconds, None for the source's default.
     ``baseline``: an earlier time to compare with, under ``baseline_flags``.
     Raises SourceError, SloError, PlaybookError.
     """
-    objectives = slo if isinstance(slo, Slo) else parse_slo(slo)
+    objectives = slo if isinstance(slo, JudgedObjectives) else judged_objectives(slo)
     observation = source.observe(window, objectives.values)
     books = [book for book in (load_all() if playbooks is None else playbooks) if book.when.parts]
     examined = patients(observation, flags, objectives, log, assume or {}, kind)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.engine_view import Patient, patients
 from doctor.diagnosis.finding import Diagnosis
-from doctor.diagnosis.judged_slo import Slo
+from doctor.diagnosis.judged_objectives import JudgedObjectives
 from doctor.diagnosis.quantity import quantity
 from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS
@@ -117,7 +117,7 @@ class Side:
     log: LogFacts | None = None
 
 
-def difference(before: Side, after: Side, slo: Slo) -> Difference:
+def difference(before: Side, after: Side, slo: JudgedObjectives) -> Difference:
     """Raises SourceError, PlaybookError."""
     (a, examined_a), (b, examined_b) = _look(before, slo), _look(after, slo)
     changes = _servers(a, b)
@@ -135,7 +135,7 @@ def difference(before: Side, after: Side, slo: Slo) -> Difference:
     return Difference(a, b, tuple(changes), came, tuple(item for item in found_a if item not in found_b))
 
 
-def _look(side: Side, slo: Slo) -> tuple[Diagnosis, list[Patient]]:
+def _look(side: Side, slo: JudgedObjectives) -> tuple[Diagnosis, list[Patient]]:
     observation = side.source.observe(None, slo.values)
     diagnosis = diagnose(Observed(observation), side.flags, slo, log=side.log)
     return diagnosis, patients(observation, side.flags, slo, side.log, {}, None)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from doctor.diagnosis.judged_slo import Slo
+from doctor.diagnosis.judged_objectives import JudgedObjectives
 from doctor.diagnosis.playbook import ASSUMPTIONS, told_by
 from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS
@@ -77,7 +77,7 @@ class Patient:
 def patients(
     observation: Observation,
     given: Mapping[str, Any] | None,
-    slo: Slo,
+    slo: JudgedObjectives,
     log: LogFacts | None,
     assume: Mapping[str, float],
     kind: ServerKind | None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from doctor.diagnosis.cost import Toll
 from doctor.diagnosis.fleet import Fleet
-from doctor.diagnosis.judged_slo import Slo
+from doctor.diagnosis.judged_objectives import JudgedObjectives
 from doctor.diagnosis.playbook import SEVERITIES, Severity
 from servers.known_flags import Flag
 from servers.reading import Missing
@@ -89,7 +89,7 @@ class Diagnosis:
     family: str
     version: str | None
     window_s: float
-    slo: Slo
+    slo: JudgedObjectives
     findings: tuple[Finding, ...]
     cannot_tell: tuple[CannotTell, ...]
     healthy: bool

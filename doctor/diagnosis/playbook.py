@@ -21,7 +21,7 @@ from typing import Any, Literal, cast, get_args
 from doctor.diagnosis.cost import Cost
 from doctor.diagnosis.expectation import ExpectationError, parse_expectation
 from doctor.diagnosis.experiment import ExperimentError, Reproduction, read_reproduction
-from doctor.diagnosis.judged_slo import NAMES as SLO_NAMES
+from doctor.diagnosis.judged_objectives import NAMES as SLO_NAMES
 from doctor.metrics.signals import SIGNALS
 from servers import expression
 from servers.errors import UserError

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from doctor.diagnosis.engine_view import patients
-from doctor.diagnosis.judged_slo import parse_slo
+from doctor.diagnosis.judged_objectives import judged_objectives
 from doctor.export.compile import RuleCompiler
 from doctor.metrics.promql import PromQL
 from doctor.metrics.sources import Source, subquery_step
@@ -36,7 +36,7 @@ def compiler(
     ``version`` says which vLLM's names to write, by default the newest. Raises SourceError, SloError,
     ValueError.
     """
-    objectives = parse_slo(slo)
+    objectives = judged_objectives(slo)
     window_ms = round((window or DEFAULT_WINDOW_S) * 1000)
     promql = PromQL(window_ms, subquery_step(window_ms), selector, slo=objectives.values)
     constants = {**objectives.values, **(assume or {})}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from doctor.diagnosis.expectation import ExpectationError, parse_expectation
-from doctor.diagnosis.judged_slo import parse_slo
+from doctor.diagnosis.judged_objectives import judged_objectives
 from doctor.diagnosis.playbook import load_all
 from doctor.proof.proof_metrics import is_invalid, notes_of, rows_of, verdict_of
 from doctor.proof.result import Row, Verdict, finite, headline, table
@@ -129,7 +129,7 @@ def try_cure(
         stop=stop,
     )
     simulated = target.startswith(PREFIX)
-    rows = rows_of(found.pairs, cure.expect, parse_slo(slo).values)
+    rows = rows_of(found.pairs, cure.expect, judged_objectives(slo).values)
     invalid = is_invalid(found, simulated)
     return Canary(
         cure.finding,

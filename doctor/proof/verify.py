@@ -10,7 +10,7 @@ from typing import Any
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.experiment import Experiment, ExperimentError, Side
 from doctor.diagnosis.finding import Diagnosis, Finding, Prescription
-from doctor.diagnosis.judged_slo import parse_slo
+from doctor.diagnosis.judged_objectives import judged_objectives
 from doctor.diagnosis.playbook import Playbook
 from doctor.diagnosis.quantity import quantity
 from doctor.diagnosis.verification_status import fingerprint
@@ -92,7 +92,7 @@ class _Trial:
             )
         found = self._compare(cured)
         rows = rows_of(
-            found.pairs, promised(self.book, self.experiment), parse_slo(self.experiment.slo).values
+            found.pairs, promised(self.book, self.experiment), judged_objectives(self.experiment.slo).values
         )
         invalid = is_invalid(found, self.stage.simulated)
         return replace(

@@ -70,7 +70,7 @@ COUNTS = ("completed", "failed", "measured", "backlog")
 
 
 @dataclass(frozen=True)
-class Bound:
+class RequestBound:
     """What goodput asks of a request: its ``metric`` at most ``limit`` seconds. ``cls`` None: every class.
 
     ``itl`` means the request's token-weighted mean (its TPOT) and ``max_stall`` its worst gap.
@@ -160,7 +160,7 @@ class Summary:
     :data:`RATES` (tokens/s, requests/s) or a count of :data:`COUNTS`.
     """
 
-    def __init__(self, records: Records, bounds: Sequence[Bound] = ()) -> None:
+    def __init__(self, records: Records, bounds: Sequence[RequestBound] = ()) -> None:
         self.records, self.bounds = records, tuple(bounds)
         self._distributions: dict[tuple[str, str | None], Distribution] = {}
 

@@ -15,7 +15,7 @@ from synthetic_server import Server
 
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.fleet import FIGURES
-from doctor.diagnosis.judged_slo import DEFAULTS
+from doctor.diagnosis.judged_objectives import DEFAULTS
 from doctor.metrics.evaluators import Group
 from doctor.metrics.live import Ask
 from doctor.metrics.signals import SIGNALS

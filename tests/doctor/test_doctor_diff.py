@@ -12,7 +12,7 @@ from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
 from doctor.diagnosis.diff import Difference, Side, as_lines, difference
-from doctor.diagnosis.judged_slo import parse_slo
+from doctor.diagnosis.judged_objectives import judged_objectives
 from doctor.metrics.sources import Scrapes
 from vtune_cli import app
 
@@ -35,7 +35,7 @@ def run(*arguments: str) -> Result:
 
 def compared(a: Server, b: Server, flags: dict[str, int] | None = None) -> Difference:
     sides = [Side(Scrapes(server.scrapes(), name), flags) for server, name in ((a, "a"), (b, "b"))]
-    return difference(sides[0], sides[1], parse_slo(None))
+    return difference(sides[0], sides[1], judged_objectives(None))
 
 
 def test_the_same_load_has_not_changed() -> None:
@@ -67,7 +67,7 @@ def test_an_engine_that_is_gone_is_told() -> None:
         return [(parts[0][0], "".join(text for _, text in parts)) for parts in zip(*pages, strict=True)]
 
     sides = [Side(Scrapes(fleet(*names))) for names in (("x:1", "y:1"), ("x:1", "z:1"))]
-    found = difference(sides[0], sides[1], parse_slo(None))
+    found = difference(sides[0], sides[1], judged_objectives(None))
     assert {(change.engine, change.before) for change in found.changes} == {
         ("y:1", "there"),
         ("z:1", "not there"),

@@ -14,7 +14,7 @@ from live_prometheus import load_recording, needs_prometheus, prometheus
 from synthetic_server import Server
 
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
-from doctor.diagnosis.judged_slo import DEFAULTS
+from doctor.diagnosis.judged_objectives import DEFAULTS
 from doctor.metrics.benchmark import BenchmarkResult
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import PrometheusSource, Scrapes

@@ -13,7 +13,7 @@ from recordings import needs_recordings, scrapes
 from synthetic_server import Server
 
 from doctor.diagnosis.diagnose import diagnose
-from doctor.diagnosis.judged_slo import DEFAULTS
+from doctor.diagnosis.judged_objectives import DEFAULTS
 from doctor.metrics.period import period
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import PrometheusSource, Scrapes

@@ -9,7 +9,7 @@ from scipy.stats import binom, mannwhitneyu
 
 from loadgen.measure.distribution import Distribution, binomial_quantile, min_samples, rank_test
 from loadgen.measure.record import Failure, RequestRecord
-from loadgen.measure.stats import METRICS, Bound, FigureError, Summary
+from loadgen.measure.stats import METRICS, FigureError, RequestBound, Summary
 
 
 @pytest.mark.parametrize(
@@ -185,13 +185,13 @@ def test_goodput_wants_every_bound_met_by_the_same_request() -> None:
     made.append(record(4, 0.5, failure=Failure.REFUSED, tokens=0))
     run = records(made, window=(0.0, 1.0))
     assert Summary(run).value("goodput") == 4
-    assert Summary(run, [Bound("ttft", 0.25)]).value("goodput") == 2
-    assert Summary(run, [Bound("ttft", 0.35), Bound("tpot", 0.06)]).value("goodput") == 2
-    assert Summary(run, [Bound("ttft", 0.0, cls="other")]).value("goodput") == 4
+    assert Summary(run, [RequestBound("ttft", 0.25)]).value("goodput") == 2
+    assert Summary(run, [RequestBound("ttft", 0.35), RequestBound("tpot", 0.06)]).value("goodput") == 2
+    assert Summary(run, [RequestBound("ttft", 0.0, cls="other")]).value("goodput") == 4
 
 
 def test_a_request_of_one_token_has_no_gap_to_miss() -> None:
-    summary = Summary(records([record(0, 0.5, tokens=1)], window=(0.0, 1.0)), [Bound("itl", 1e-9)])
+    summary = Summary(records([record(0, 0.5, tokens=1)], window=(0.0, 1.0)), [RequestBound("itl", 1e-9)])
     assert summary.value("goodput") == 1
     assert summary.count("tpot_p50") == 0
     assert math.isnan(summary.value("tpot_mean"))
@@ -257,4 +257,4 @@ def test_the_interval_of_a_shortfall_holds_the_truth() -> None:
 
 def test_a_bound_on_what_a_request_has_not() -> None:
     with pytest.raises(FigureError, match="a request has"):
-        Bound("throughput", 1.0)
+        RequestBound("throughput", 1.0)

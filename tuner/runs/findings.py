@@ -8,17 +8,13 @@ from typing import Any, Self
 
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.finding import Finding
-from doctor.diagnosis.judged_slo import Slo as Objectives
-from doctor.diagnosis.judged_slo import parse_slo as parse_objectives
+from doctor.diagnosis.judged_objectives import JUDGED, JudgedObjectives
 from doctor.diagnosis.playbook import PlaybookError
 from doctor.metrics.sources import Scrapes
 from servers.errors import SourceError
 from servers.kind import ServerKind
 from servers.kinds import VLLM
 from servers.slo.bounds import Bound, family_of
-
-JUDGED = ("itl", "tpot", "ttft")
-"""Families of latency that the doctor has objectives for."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,6 @@ def examine(
     return tuple(TrialFinding.of(finding) for finding in found.findings), ""
 
 
-def objectives(bounds: Sequence[Bound]) -> Objectives:
+def objectives(bounds: Sequence[Bound]) -> JudgedObjectives:
     """The bounds that the doctor can judge. Those of one class are left out: a server's metrics have none."""
-    judged = [b for b in bounds if b.cls is None and family_of(b.metric) in JUDGED]
-    return parse_objectives(",".join(f"{b.metric}<{b.limit!r}s" for b in judged) or None)
+    return JudgedObjectives.of(b for b in bounds if b.cls is None and family_of(b.metric) in JUDGED)

@@ -61,7 +61,7 @@ class Run:
         return self._summaries[bounds]
 
     @cached_property
-    def _summaries(self) -> dict[tuple[stats.Bound, ...], stats.Summary]:
+    def _summaries(self) -> dict[tuple[stats.RequestBound, ...], stats.Summary]:
         return {}
 
     @cached_property
@@ -88,9 +88,9 @@ def measure(runs: Sequence[Run], slo: Slo) -> Measurement:
     return Measurement(readings, sum(run.seconds for run in runs), ", ".join(verdicts) or "ok")
 
 
-def goodput_bounds(slo: Slo) -> tuple[stats.Bound, ...]:
+def goodput_bounds(slo: Slo) -> tuple[stats.RequestBound, ...]:
     """The SLO's latency bounds as what goodput asks of each request."""
-    return tuple(stats.Bound(metric, limit, cls) for metric, cls, limit in slo.per_request)
+    return tuple(stats.RequestBound(metric, limit, cls) for metric, cls, limit in slo.per_request)
 
 
 def pooled(summaries: Sequence[stats.Summary], metric: str, cls: str | None = None) -> stats.Distribution:
