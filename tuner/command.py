@@ -11,7 +11,7 @@ from servers.kinds import KINDS
 from tuner.job.options import Options
 from tuner.output.display import Terminal, make_observer
 from tuner.output.folder import locked
-from tuner.report.study_result import Verdict, come_to_verdict, conclude
+from tuner.report.study_result import StudyResult, conclude, finish_study
 from tuner.runs.interrupts import Interrupts
 from tuner.search.prior import make_simulator
 from tuner.session.new_job import RUNS
@@ -67,26 +67,26 @@ def _run_alone(session: Session, console: Console) -> int:
         with (
             Interrupts() as interrupts,
             make_observer(console, f"vtune optimize: {session.name}") as observer,
-            join(storage, begun.record, observer.note, interrupts) as crew,
+            join(storage, begun.record, observer.note, interrupts) as coordination,
         ):
             bench = Bench(target, observer, interrupts, out, None if job.running else KINDS[job.server])
-            optimizer = Optimizer(job, bench, begun.record, crew)
+            optimizer = Optimizer(job, bench, begun.record, coordination)
             optimizer.simulator = make_simulator(
-                job.prior, job.target, job.model, observer.note, optimizer.sketch
+                job.prior, job.target, job.model, observer.note, optimizer.fit_simulator
             )
             what = "resuming" if begun.resumed else "study"
             observer.note(f"{what} {session.name}: {optimizer.slo.describe()}")
             try:
-                verdict = come_to_verdict(optimizer)
+                result = finish_study(optimizer)
             except KeyboardInterrupt:
-                verdict = conclude(optimizer, optimizer.interrupted())
+                result = conclude(optimizer, optimizer.interrupted())
             except (SetupFailed, OSError, optuna.exceptions.StorageInternalError):
                 observer.note(f"what was measured is kept; go on with: {session.resume_command}")
                 raise
-    verdict.show(console, session.place.json)
-    if verdict.exit_code == INTERRUPTED or verdict.problem:
+    result.show(console, session.place.json)
+    if result.exit_code == INTERRUPTED or result.problem:
         _show(console)(f"go on with: {session.resume_command}")
-    return CANNOT_WRITE if verdict.problem else verdict.exit_code
+    return CANNOT_WRITE if result.problem else result.exit_code
 
 
 def _run_workers(session: Session, console: Console) -> int:
@@ -110,16 +110,16 @@ def _run_workers(session: Session, console: Console) -> int:
         except KeyboardInterrupt:
             show(f"go on with: {session.resume_command}")
             raise
-        verdict = Verdict.of(record)
-    if verdict is None or max(statuses) > 1:
+        result = StudyResult.of(record)
+    if result is None or max(statuses) > 1:
         show(f"error: the workers ended with {', '.join(map(str, statuses))}; their logs are in {out}")
         return max(statuses)
     try:
-        verdict = verdict.brought_to(out)
+        result = result.brought_to(out)
     except OSError as error:
         show(f"the report stays where it is: {error}")
-    verdict.show(console, session.place.json)
-    return verdict.exit_code
+    result.show(console, session.place.json)
+    return result.exit_code
 
 
 def _show(console: Console) -> Callable[[str], None]:

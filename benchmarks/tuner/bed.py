@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.tuner.noise import Draw, Noise, Offsets
+from benchmarks.tuner.noise import Noise, NoiseSample, Offsets
 from benchmarks.tuner.tables import Entry, Table
 from servers.slo.bounds import Bound
 from tuner.runs.load import SHORT_SHARE
@@ -47,11 +47,11 @@ class World:
 
     def measurements(self, entry: Entry) -> tuple[Measurement, Measurement]:
         """Of one trial: the short rung, and both rungs together."""
-        draw = self._noise.draw(self._rng, self._closed)
-        seconds, shrink = self.problem.run_seconds, draw.shrink(self._requests(entry))
+        sample = self._noise.sample(self._rng, self._closed)
+        seconds, shrink = self.problem.run_seconds, sample.shrink(self._requests(entry))
         return (
-            self._measurement(entry, draw.short, shrink, SHORT_SHARE * seconds),
-            self._measurement(entry, draw.whole, shrink, seconds),
+            self._measurement(entry, sample.short, shrink, SHORT_SHARE * seconds),
+            self._measurement(entry, sample.whole, shrink, seconds),
         )
 
     def _requests(self, entry: Entry) -> float:
@@ -70,19 +70,19 @@ class World:
     def fresh(self, flags: Mapping[str, Any], runs: int) -> Pooled:
         """``runs`` new runs of a config together, which cost nothing here."""
         entry = self.table.entry(flags)
-        draws = [self._noise.draw(self._rng, self._closed) for _ in range(runs)]
-        left_out = (self._pooled(entry, [*draws[:k], *draws[k + 1 :]]) for k in range(runs))
-        return Pooled(self._pooled(entry, draws), tuple(left_out) if runs > 1 else ())
+        samples = [self._noise.sample(self._rng, self._closed) for _ in range(runs)]
+        left_out = (self._pooled(entry, [*samples[:k], *samples[k + 1 :]]) for k in range(runs))
+        return Pooled(self._pooled(entry, samples), tuple(left_out) if runs > 1 else ())
 
-    def _pooled(self, entry: Entry, draws: list[Draw]) -> Measurement:
+    def _pooled(self, entry: Entry, samples: list[NoiseSample]) -> Measurement:
         """The geometric mean, which a percentile of samples together comes close to."""
         readings, requests = {}, self._requests(entry)
         for name, value in entry.figures.items():
-            offsets = [d.shrink(requests) * d.whole[name].value for d in draws if name in d.whole]
+            offsets = [d.shrink(requests) * d.whole[name].value for d in samples if name in d.whole]
             mean = sum(offsets) / len(offsets) if offsets else 0.0
-            n = sum(d.whole[name].n for d in draws if name in d.whole)
+            n = sum(d.whole[name].n for d in samples if name in d.whole)
             readings[name] = Reading(value * math.exp(mean), n)
-        return Measurement(readings, len(draws) * self.problem.run_seconds)
+        return Measurement(readings, len(samples) * self.problem.run_seconds)
 
     def misses(self, flags: Mapping[str, Any]) -> bool:
         """Whether a config misses its SLO on fresh runs, of it and of the baseline."""

@@ -37,7 +37,7 @@ import optuna
 
 from benchmarks.peers.tuner_rivals import RIVALS
 from benchmarks.tuner.bed import Bed, BudgetSpent, Ledger, World
-from benchmarks.tuner.fitted_simulator_problems import sketched_table
+from benchmarks.tuner.fitted_simulator_problems import fitted_table
 from benchmarks.tuner.noise import REPEATS, Noise
 from benchmarks.tuner.ours import search_ours
 from benchmarks.tuner.problems import MEASURED, PROBLEMS, Problem
@@ -143,11 +143,11 @@ def contest(problem: Problem, kinds: Sequence[str]) -> Contest:
 
 
 def prior(problem: Problem, kind: str) -> Table:
-    return sketched_table(problem) if kind == "sketched" else table(problem, kind)
+    return fitted_table(problem) if kind == "sketched" else table(problem, kind)
 
 
 @dataclass(frozen=True)
-class Row:
+class Candidate:
     """One method on one problem, over its seeds."""
 
     method: str
@@ -197,7 +197,7 @@ def _number(value: float) -> str:
     return "never" if math.isinf(value) else f"{value:.0f}"
 
 
-def print_rows(title: str, rows: Sequence[Row]) -> None:
+def print_rows(title: str, rows: Sequence[Candidate]) -> None:
     print_lines(title, [HEADS, *(tuple(row.cells()) for row in rows)])
 
 
@@ -210,7 +210,7 @@ def print_lines(title: str, lines: Sequence[Sequence[str]]) -> None:
         print("  ".join((line[0].ljust(widths[0]), *cells)))
 
 
-def print_ratios(by_problem: Mapping[str, Sequence[Row]]) -> None:
+def print_ratios(by_problem: Mapping[str, Sequence[Candidate]]) -> None:
     """Every method's typical seconds to within NEAR, as a ratio to the best rival's of the problem."""
     methods = list(dict.fromkeys(row.method for rows in by_problem.values() for row in rows))
     lines = [
@@ -232,7 +232,7 @@ def print_ratios(by_problem: Mapping[str, Sequence[Row]]) -> None:
     print_lines("", lines)
 
 
-def print_overall(by_problem: Mapping[str, Sequence[Row]]) -> None:
+def print_overall(by_problem: Mapping[str, Sequence[Candidate]]) -> None:
     """What came of all searches of each method."""
     lines = [
         (
@@ -250,7 +250,7 @@ def print_overall(by_problem: Mapping[str, Sequence[Row]]) -> None:
         scores = [
             s for rows in by_problem.values() for row in rows if row.method == method for s in row.scores
         ]
-        row, launches = Row(method, scores), sum(score.launches for score in scores)
+        row, launches = Candidate(method, scores), sum(score.launches for score in scores)
         lines.append(
             (
                 method,
@@ -309,7 +309,7 @@ def main(words: Sequence[str] | None = None) -> None:
     kinds = [kind for name, kind in OURS.items() if kind and name in methods]
     names = chosen([problem.name for problem in EVERY], given.problems)[: 2 if given.quick else None]
     done = read_scores(given.out)
-    by_problem: dict[str, list[Row]] = {}
+    by_problem: dict[str, list[Candidate]] = {}
     for problem in (problem for problem in EVERY if problem.name in names):
         found, rows = contest(problem, kinds), []
         for method in methods:
@@ -321,7 +321,7 @@ def main(words: Sequence[str] | None = None) -> None:
                     append_score(given.out, score)
                 scores += [score] if score else []
             if scores:
-                rows.append(Row(method, scores))
+                rows.append(Candidate(method, scores))
         by_problem[problem.name] = rows
         print_rows(describe(found.truth), rows)
     print_ratios(by_problem)

@@ -4,7 +4,7 @@
 
 The truth is a simulated server: by a data sheet, or by step times that were measured on the bundled engine of
 this machine, with their curve, their spread and what HTTP adds. Its baseline is measured, and a sketch drawn
-of that (``tuner/search/fitted_simulator.py``), as ``vtune optimize --prior sketch`` does; then both run
+of that (``tuner/search/fitted_simulator.py``), as ``vtune optimize --prior fitted`` does; then both run
 the same configs, drawn at random, under the load of the baseline. Configs that do not start are left out.
 
 For each figure: Spearman's rank correlation, and the median error, over the configs. ``baseline``: the median
@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from scipy.stats import spearmanr
 
 from benchmarks.tuner.contest import chosen, print_lines
-from benchmarks.tuner.fitted_simulator_problems import sketch_of
+from benchmarks.tuner.fitted_simulator_problems import fitted_simulator_of
 from benchmarks.tuner.problems import CPU_AXES, PROBLEMS, SEQS, TOKENS, Problem
 from benchmarks.tuner.tables import Builder, server_of
 
@@ -50,12 +50,12 @@ def compare(problem: Problem, count: int) -> list[str]:
     truth = Builder(problem, server_of(problem))
     baseline = truth.entry(problem.baseline)
     begun = time.process_time()
-    sketch = sketch_of(problem, baseline)
+    fitted = fitted_simulator_of(problem, baseline)
     cpu = time.process_time() - begun
-    drawn = Builder(problem, sketch.target)
+    simulated = Builder(problem, fitted.target)
     configs = list(problem.configs())
     random.Random(problem.name).shuffle(configs)
-    pairs = ((found, drawn.entry(flags)) for flags in configs if not (found := truth.entry(flags)).crash)
+    pairs = ((found, simulated.entry(flags)) for flags in configs if not (found := truth.entry(flags)).crash)
     rows = list(islice(pairs, count))
     cells = [problem.name, str(len(rows))]
     for name in FIGURES:
@@ -66,7 +66,7 @@ def compare(problem: Problem, count: int) -> list[str]:
             f"{spearmanr(both).statistic:.2f}",
             f"{statistics.median(abs(b / a - 1) for a, b in both):.0%}",
         ]
-    errors = statistics.median(abs(error) for error in sketch.errors.values())
+    errors = statistics.median(abs(error) for error in fitted.errors.values())
     return [*cells, f"{errors:.0%}", f"{cpu:.1f} s"]
 
 

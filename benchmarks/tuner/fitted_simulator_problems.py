@@ -1,7 +1,7 @@
 """What the tuner knows of a problem's server once its baseline is measured, and the sketch drawn of that.
 
-The survey is of the problem's own simulated server; the baseline's figures are the table's, without noise.
-Where the table was measured they are a real run's, and the survey is of the simulator's idea of that server.
+The profile is of the problem's own simulated server; the baseline's figures are the table's, without noise.
+Where the table was measured they are a real run's, and the profile is of the simulator's idea of that server.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from benchmarks.tuner.problems import MEASURED, SEQS, Problem
 from benchmarks.tuner.tables import CACHE, Builder, Entry, Table, cached, server_of, table
 from servers.kinds import KINDS
 from servers.start_log import LINES, read_start_log
-from tuner.runs.profiling import Survey, time_alone
+from tuner.runs.profiling import Profile, time_alone
 from tuner.runs.result import TrialResult
-from tuner.search.fitted_simulator import Sketch, draw
+from tuner.search.fitted_simulator import FittedSimulator, fit_simulator
 from tuner.space.knobs import started_with
 
-_surveys: dict[str, Survey] = {}
+_profiles: dict[str, Profile] = {}
 """Of problems by name, made once."""
 
 
-def survey_of(problem: Problem) -> Survey:
+def profile_of(problem: Problem) -> Profile:
     """What the baseline's server tells."""
-    if problem.name not in _surveys:
-        _surveys[problem.name] = _survey(problem)
-    return _surveys[problem.name]
+    if problem.name not in _profiles:
+        _profiles[problem.name] = _profile(problem)
+    return _profiles[problem.name]
 
 
-def _survey(problem: Problem) -> Survey:
+def _profile(problem: Problem) -> Profile:
     with server_of(problem).open(problem.baseline) as server:
         context = server.max_model_len
         assert context is not None, "a simulated server knows its context"
@@ -45,7 +45,7 @@ def _survey(problem: Problem) -> Survey:
             metrics=server.scrape(),
             proportional=True,
         )
-    return Survey(
+    return Profile(
         context,
         problem.start_seconds,
         alone.prefill_speed,
@@ -62,15 +62,15 @@ def running(problem: Problem, entry: Entry, flags: Mapping[str, Any]) -> int:
     return min(wanted, int(flags[SEQS]))
 
 
-def sketch_of(problem: Problem, entry: Entry) -> Sketch:
+def fitted_simulator_of(problem: Problem, entry: Entry) -> FittedSimulator:
     """``entry``: the baseline's."""
-    survey = survey_of(problem)
+    profile = profile_of(problem)
     if problem is MEASURED:
         with server_of(problem).open(problem.baseline) as server:
             schedules = list(TABLE_SETTING.load(server, 0, problem.run_seconds).rungs())
     else:
         builder = Builder(problem, server_of(problem))
-        schedules = [builder.load(survey.max_model_len).confirmation(0)]
+        schedules = [builder.load(profile.max_model_len).confirmation(0)]
     baseline = TrialResult(
         0,
         problem.baseline,
@@ -79,15 +79,15 @@ def sketch_of(problem: Problem, entry: Entry) -> Sketch:
         measurement=entry.measurement,
         peak_running=running(problem, entry, problem.baseline),
     )
-    return draw(survey, baseline, schedules, problem.slo)
+    return fit_simulator(profile, baseline, schedules, problem.slo)
 
 
-def sketched_table(problem: Problem, cache: Path = CACHE) -> Table:
+def fitted_table(problem: Problem, cache: Path = CACHE) -> Table:
     """What the sketch predicts; like the other priors it sees other requests than the truth does."""
 
     def make() -> Builder:
-        sketch = sketch_of(problem, table(problem).entry(problem.baseline))
-        print(f"{problem.name}: {sketch.describe()}", flush=True)
-        return Builder(problem, sketch.target, seed=7)
+        fitted = fitted_simulator_of(problem, table(problem).entry(problem.baseline))
+        print(f"{problem.name}: {fitted.describe()}", flush=True)
+        return Builder(problem, fitted.target, seed=7)
 
     return cached(problem, "sketched", make, cache)

@@ -90,7 +90,7 @@ Offsets = Mapping[str, Offset]
 
 
 @dataclass(frozen=True)
-class Draw:
+class NoiseSample:
     """One repeat, its figures together as they were measured."""
 
     short: Offsets
@@ -108,7 +108,7 @@ class Noise:
     """Repeats to draw from, those of open and of closed loops apart."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self._draws: dict[bool, list[Draw]] = {False: [], True: []}
+        self._samples: dict[bool, list[NoiseSample]] = {False: [], True: []}
         for name in dict.fromkeys(row["setting"] for row in rows):
             own = [row for row in rows if row["setting"] == name]
             medians = {
@@ -116,8 +116,8 @@ class Noise:
                 for metric in own[0]["whole"]
                 if all(values := [row["whole"][metric][0] for row in own])
             }
-            self._draws["closed" in name] += [
-                Draw(
+            self._samples["closed" in name] += [
+                NoiseSample(
                     _offsets(row["short"], medians),
                     _offsets(row["whole"], medians),
                     row["whole"]["completed"][0],
@@ -129,8 +129,8 @@ class Noise:
     def read(cls, path: Path = REPEATS) -> Noise:
         return cls(json.loads(path.read_text())["rows"])
 
-    def draw(self, rng: random.Random, closed: bool) -> Draw:
-        return rng.choice(self._draws[closed])
+    def sample(self, rng: random.Random, closed: bool) -> NoiseSample:
+        return rng.choice(self._samples[closed])
 
 
 def _offsets(readings: Mapping[str, Sequence[Any]], medians: Mapping[str, float]) -> dict[str, Offset]:

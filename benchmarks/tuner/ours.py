@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 import optuna
 
 from benchmarks.tuner.bed import Ledger, Mark, World
-from benchmarks.tuner.fitted_simulator_problems import running, survey_of
+from benchmarks.tuner.fitted_simulator_problems import profile_of, running
 from benchmarks.tuner.tables import Table
 from loadgen.target import OpenTarget, Target
 from tuner.runs.interrupts import Interrupts
 from tuner.runs.load import SHORT_SHARE, Traffic
-from tuner.runs.profiling import Survey
+from tuner.runs.profiling import Profile
 from tuner.runs.result import SERVES, TrialResult
 from tuner.runs.rungs import reason_to_stop
 from tuner.runs.scrape import ServerFigures
@@ -24,7 +24,7 @@ from tuner.search.model import ModelStrategy
 from tuner.search.prior import Prediction, Prior
 from tuner.search.study import Proposal
 from tuner.space.space import Config
-from tuner.study.candidate_confirmation import Finals
+from tuner.study.candidate_confirmation import CandidateConfirmation
 from tuner.study.confirmation import Confirmation, judge
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
@@ -123,17 +123,17 @@ class TableOptimizer(Optimizer):
 
     prior: Table | None = None
 
-    def _begin(self, survey: Survey) -> None:
-        super()._begin(survey)
+    def _begin(self, profile: Profile) -> None:
+        super()._begin(profile)
         if self.prior is not None and isinstance(self.study.strategy, ModelStrategy):
             self.study.strategy.prior = TablePrior(self.prior, self.flags)
 
-    def _finals(self, ended: str) -> Finals:
-        kept = super()._finals(ended)
-        return TableFinals(**{f.name: getattr(kept, f.name) for f in fields(kept)})
+    def _candidate_confirmation(self, ended: str) -> CandidateConfirmation:
+        kept = super()._candidate_confirmation(ended)
+        return TableConfirmation(**{f.name: getattr(kept, f.name) for f in fields(kept)})
 
 
-class TableFinals(Finals):
+class TableConfirmation(CandidateConfirmation):
     """The tuner's last act, with runs that are looked up."""
 
     def _confirm(self, best: TrialResult, baseline: TrialResult, pairs: int) -> Confirmation | str:
@@ -175,8 +175,8 @@ def search_ours(world: World, seed: int, prior: Table | None, strategy: str = "a
     job = replace(problem.job, seed=seed, strategy=strategy)
     keeper = Bookkeeper(world)
     record = optuna.create_study(direction=problem.slo.objective.direction)
-    survey = replace(survey_of(problem), max_model_len=CONTEXT, memory=None)  # crashes are to be found out
-    record.set_user_attr("survey", survey.to_json())
+    profile = replace(profile_of(problem), max_model_len=CONTEXT, memory=None)  # crashes are to be found out
+    record.set_user_attr("profile", profile.to_json())
     with tempfile.TemporaryDirectory() as out:
         optimizer = TableOptimizer(
             job, TableBench(TableTarget(world), keeper, Interrupts(), Path(out)), record, prior=prior

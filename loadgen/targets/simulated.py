@@ -134,7 +134,7 @@ class SimulatedTarget(Target):
         return shlex.join([program, "serve", self.served_name, *render(config)])
 
 
-def sketched_target(
+def fitted_target(
     name: str,
     coefficients: Mapping[str, Any],
     max_model_len: int,

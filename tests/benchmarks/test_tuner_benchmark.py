@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.peers.tuner_rivals import RIVALS
 from benchmarks.tuner.bed import Bed, Ledger, Mark, World
-from benchmarks.tuner.contest import OURS, Contest, Row, scored, search_rival
+from benchmarks.tuner.contest import OURS, Candidate, Contest, scored, search_rival
 from benchmarks.tuner.noise import Noise
 from benchmarks.tuner.ours import Bookkeeper, search_ours
 from benchmarks.tuner.problems import CPU, MEMORY, SEQS, THRESHOLD, TOKENS, Problem
@@ -210,7 +210,7 @@ def test_a_score_says_when_the_best_was_near() -> None:
     never = scored(world, "x", 1, Ledger(marks=marks[:1]), 0.0)
     assert math.isinf(never.seconds_to)
     assert never.final == 1.0, "the baseline, which misses the SLO"
-    row = Row("x", [score, never])
+    row = Candidate("x", [score, never])
     assert row.reached == 0.5
     assert row.typical_seconds == (120.0 + PROBLEM.budget) / 2
     assert row.false_share == 0.0

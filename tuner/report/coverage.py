@@ -11,7 +11,7 @@ import numpy as np
 
 from tuner.runs.result import TrialResult
 from tuner.search.crashes import Crashes, cause_of, codes_of
-from tuner.search.inactive_knobs import idle
+from tuner.search.inactive_knobs import inactive
 from tuner.space.space import Space, config_key, render_value
 
 
@@ -27,7 +27,7 @@ class Knob:
     forbidden: tuple[str, ...]
     """Of the untried, those that would fail beside the best config's others: less than what failed does not
     suffice."""
-    idle: tuple[str, ...] = ()
+    inactive: tuple[str, ...] = ()
     """Of the untried, those that change what no trial was ever short of."""
 
 
@@ -89,7 +89,13 @@ def _knobs(
     for axis in space.axes:
         ran = {space.params(r.config).get(axis.name) for r in served}
         tried_at_all = {space.params(r.config).get(axis.name) for r in launched}
-        words: dict[str, list[str]] = {"tried": [], "untried": [], "failed": [], "forbidden": [], "idle": []}
+        words: dict[str, list[str]] = {
+            "tried": [],
+            "untried": [],
+            "failed": [],
+            "forbidden": [],
+            "inactive": [],
+        }
         for value in axis.values:
             param, word = axis.param(value), render_value(value)
             if param in ran:
@@ -101,7 +107,7 @@ def _knobs(
                 if crashes.forbids(space.moved(middle, axis, value)):
                     words["forbidden"].append(word)
                 alone = space.params(space.moved(space.baseline, axis, value))
-                if idle(space, launched, np.array([codes_of(space, alone)]))[0]:
-                    words["idle"].append(word)
+                if inactive(space, launched, np.array([codes_of(space, alone)]))[0]:
+                    words["inactive"].append(word)
         found.append(Knob(axis.name, **{name: tuple(items) for name, items in words.items()}))
     return found

@@ -14,7 +14,7 @@ from tuner.study.cost import SPENT_ON
 from tuner.study.loads import Advice
 from tuner.study.optimize import Optimizer
 from tuner.study.outcome import Outcome
-from tuner.study.presimulation import describe_fates
+from tuner.study.presimulation import describe_forecasts
 from tuner.study.regression import Recommendation, compare_with, recommendation
 
 MAX_ASKED = 16
@@ -24,11 +24,11 @@ MAX_ASKED = 16
 def report_facts(optimizer: Optimizer, outcome: Outcome, advice: Advice | None = None) -> Facts:
     """For a study whose baseline was begun."""
     name, target = optimizer.record.study_name, optimizer.bench.target
-    job, study, survey = optimizer.job, optimizer.study, optimizer.survey
+    job, study, profile = optimizer.job, optimizer.study, optimizer.profile
     baseline = study.baseline
     model = target.served_name if isinstance(target, SimulatedTarget) else job.model
     flags = job.flags if outcome.best is None else optimizer.flags(outcome.best.config)
-    load = optimizer.load.description if survey.rate or survey.concurrency else "none: no server came up"
+    load = optimizer.load.description if profile.rate or profile.concurrency else "none: no server came up"
     seconds = optimizer.clock.spent  # before what the report itself simulates
     predictions, prior = _predictions(optimizer, outcome)
     recommended, regression = None, None
@@ -47,35 +47,35 @@ def report_facts(optimizer: Optimizer, outcome: Outcome, advice: Advice | None =
         baseline_launch=launch(target.launch_command(job.flags), model, job.flags),
         best_launch=launch(target.launch_command(flags), model, flags) if outcome.best else None,
         load=load,
-        survey=survey.describe() if survey.capacity else "the load was given",
+        profile=profile.describe() if profile.capacity else "the load was given",
         plan=optimizer.plan.describe() if optimizer.plan else "",
         seconds=seconds,
         target=target.name,
         out=optimizer.bench.out,
         estimate=target.estimate,
-        command=command_of(job, survey.rate, survey.concurrency),
+        command=command_of(job, profile.rate, profile.concurrency),
         recommendation=recommended,
         regression=regression,
         advice=advice,
         predictions=predictions,
         prior=prior,
-        rehearsed=_rehearsed(optimizer),
+        presimulated=_presimulated(optimizer),
         spent_on=optimizer.record.user_attrs.get(SPENT_ON, {}),
     )
 
 
-def _rehearsed(optimizer: Optimizer) -> str:
-    """How the trials' configs fared, as far as they were rehearsed."""
-    rehearsal = optimizer.rehearsal
-    if rehearsal is None:
+def _presimulated(optimizer: Optimizer) -> str:
+    """How the trials' configs fared, as far as they were presimulated."""
+    presimulation = optimizer.presimulation
+    if presimulation is None:
         return ""
     found = {
-        r.number: rehearsal.known(r.config)
+        r.number: presimulation.known(r.config)
         for r in optimizer.study.results
-        if r.draw == 0 and r.status == "measured"
+        if r.request_set == 0 and r.status == "measured"
     }
-    fates = {number: fate for number, fate in found.items() if fate is not None}
-    return describe_fates(fates) if fates else ""
+    forecasts = {number: forecast for number, forecast in found.items() if forecast is not None}
+    return describe_forecasts(forecasts) if forecasts else ""
 
 
 def _predictions(optimizer: Optimizer, outcome: Outcome) -> tuple[dict[str, dict[str, float]], str]:
@@ -85,7 +85,7 @@ def _predictions(optimizer: Optimizer, outcome: Outcome) -> tuple[dict[str, dict
     """
     strategy, space = optimizer.study.strategy, optimizer.study.space
     prior = strategy.prior if isinstance(strategy, ModelStrategy) else None
-    if optimizer.job.simulated and optimizer.offer.known(optimizer.survey):
+    if optimizer.job.simulated and optimizer.load_selection.known(optimizer.profile):
         target = optimizer.bench.target
         prior = SimulatedPrior(target, optimizer.load, optimizer.slo, optimizer.flags)
     if prior is None:

@@ -58,7 +58,7 @@ class Facts:
     baseline_launch: Launch
     best_launch: Launch | None
     load: str
-    survey: str
+    profile: str
     plan: str
     seconds: float
     """Of the whole study: wall time, or simulated time."""
@@ -77,8 +77,8 @@ class Facts:
     """What a simulation said: config's key -> metric's name -> value."""
     prior: str = ""
     """Where the predictions come from."""
-    rehearsed: str = ""
-    """How the trials' configs fared in a rehearsal of the confirmation."""
+    presimulated: str = ""
+    """How the trials' configs fared in a presimulation of the confirmation."""
     spent_on: Mapping[str, float] = field(default_factory=dict)
     """Seconds beside the trials', by purpose (see tuner.study.cost)."""
 
@@ -108,9 +108,9 @@ class Facts:
             "effects": [asdict(effect) for effect in self.effects],
             "kv_pool": self.kv_pool,
             "load": self.load,
-            "survey": self.survey,
+            "profile": self.profile,
             "plan": self.plan,
-            "rehearsed": self.rehearsed,
+            "presimulated": self.presimulated,
             "seconds": self.seconds,
             "target": self.target,
             "estimate": self.estimate,

@@ -25,7 +25,7 @@ ATTRIBUTE = "verdict"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StudyResult:
     exit_code: int
     lines: tuple[str, ...]
     """For people: the sentence, and how to launch it and go back."""
@@ -78,7 +78,7 @@ class Verdict:
         return cls(**{**saved, "lines": tuple(saved["lines"]), "files": tuple(saved["files"])})
 
 
-def come_to_verdict(optimizer: Optimizer) -> Verdict:
+def finish_study(optimizer: Optimizer) -> StudyResult:
     """Search, confirm and report; of a study's workers one confirms, and all return what that one found. So
     does a study that is called again and searches no further: the same runs would be taken for fresh ones.
 
@@ -86,30 +86,30 @@ def come_to_verdict(optimizer: Optimizer) -> Verdict:
     """
     ended, record = optimizer.search(), optimizer.record
 
-    def known() -> Verdict | None:
-        found = Verdict.of(record, optimizer.launched())
-        return found if found is not None and (optimizer.crew.shared or found.reported) else None
+    def known() -> StudyResult | None:
+        found = StudyResult.of(record, optimizer.launched())
+        return found if found is not None and (optimizer.coordination.shared or found.reported) else None
 
-    with optimizer.crew.sole("verdict", lambda: known() is not None) as mine:
+    with optimizer.coordination.sole("verdict", lambda: known() is not None) as mine:
         if mine:
             outcome = optimizer.conclude(ended)
-            verdict = conclude(optimizer, outcome, compare_loads(optimizer, outcome))
+            result = conclude(optimizer, outcome, compare_loads(optimizer, outcome))
             if (other := known()) is not None:  # of a worker that took this one for dead meanwhile
                 return other
-            replace(verdict, host=platform.node(), problem="").save(record)
-            return verdict
+            replace(result, host=platform.node(), problem="").save(record)
+            return result
     found = known()
     assert found is not None, "one of the workers came to a verdict"
     return found
 
 
-def conclude(optimizer: Optimizer, outcome: Outcome, advice: Advice | None = None) -> Verdict:
+def conclude(optimizer: Optimizer, outcome: Outcome, advice: Advice | None = None) -> StudyResult:
     """The verdict on ``outcome``, with its report written once there is something to report."""
     if optimizer.bench.target.estimate:
         outcome = replace(outcome, sentence=f"{ESTIMATE}{outcome.sentence}")
     if not optimizer.begun:
         lines, report = (outcome.sentence,), _report_text([], outcome)
-        return Verdict(outcome.exit_code, lines, report, files=(), launched=0)
+        return StudyResult(outcome.exit_code, lines, report, files=(), launched=0)
     facts = report_facts(optimizer, outcome, advice)
     if facts.recommendation is not None:
         optimizer.record.set_user_attr(KEY, facts.recommendation.to_json())
@@ -118,7 +118,7 @@ def conclude(optimizer: Optimizer, outcome: Outcome, advice: Advice | None = Non
         paths = write_report(facts)
     except OSError as error:  # such as a full disk: what was found is said all the same
         problem = f"the report cannot be written: {error}. All that was measured is kept in the study."
-    return Verdict(
+    return StudyResult(
         exit_code=facts.exit_code,
         lines=facts.lines,
         report=_report_text(paths, outcome),

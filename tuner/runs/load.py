@@ -29,10 +29,10 @@ class Traffic(Protocol):
     @property
     def description(self) -> str: ...
 
-    def rungs(self, draw: int = 0) -> tuple[Schedule, Schedule]:
+    def rungs(self, request_set: int = 0) -> tuple[Schedule, Schedule]:
         """The two schedules of a trial, which together are one run. The second finds the server warm.
 
-        Every config gets ``draw`` 0; others are for trials that are repeated.
+        Every config gets ``request_set`` 0; others are for trials that are repeated.
         """
 
     def confirmation_seeds(self, pairs: int) -> list[int]:
@@ -84,10 +84,10 @@ class Load:
         assert self.rate is not None, "a closed loop has a duration, not a number of requests"
         return DECK * math.ceil(self.rate * self.seconds / DECK)
 
-    def rungs(self, draw: int = 0) -> tuple[Schedule, Schedule]:
-        if draw not in self._rungs:
-            self._rungs[draw] = self._drawn(*Seeds(self.seed).draw(draw, parts=2))
-        return self._rungs[draw]
+    def rungs(self, request_set: int = 0) -> tuple[Schedule, Schedule]:
+        if request_set not in self._rungs:
+            self._rungs[request_set] = self._drawn(*Seeds(self.seed).request_set(request_set, parts=2))
+        return self._rungs[request_set]
 
     @cached_property
     def _rungs(self) -> dict[int, tuple[Schedule, Schedule]]:

@@ -38,7 +38,7 @@ RunLoad = Callable[[OpenTarget, Schedule], Records]
 
 
 @dataclass(frozen=True)
-class Survey:
+class Profile:
     """``rate`` (requests/s) or ``concurrency`` is the load that every trial gets."""
 
     max_model_len: int

@@ -126,11 +126,11 @@ class ReplayLoad:
             seed=seed, max_model_len=self.max_model_len, max_concurrency=self.concurrency, warmup=WARMUP
         )
 
-    def rungs(self, draw: int = 0) -> tuple[Schedule, Schedule]:
-        """The two schedules of a trial, which together are one window. Another ``draw`` has other prompts at
-        the same times: the other windows are the confirmation's.
+    def rungs(self, request_set: int = 0) -> tuple[Schedule, Schedule]:
+        """The two schedules of a trial, which together are one window. Another ``request_set`` has other
+        prompts at the same times: the other windows are the confirmation's.
         """
-        (seed,) = Seeds(self.seed).draw(draw, parts=1)
+        (seed,) = Seeds(self.seed).request_set(request_set, parts=1)
         whole = self.schedule(self.searched, seed)
         return cut(whole, round(SHORT_SHARE * len(whole.requests)))
 

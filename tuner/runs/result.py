@@ -92,7 +92,7 @@ class TrialResult:
     """Files with every request of the trial, relative to the output directory."""
     expected: Mapping[str, float] = field(default_factory=dict)
     """What the search expected of it, by the figure's name."""
-    draw: int = 0
+    request_set: int = 0
     """Of the load, which it was measured under: every config gets 0, repeats get others."""
     judged: bool = True
     """False: a repeat that the baseline was not measured beside, so that nothing can be said of it."""

@@ -19,7 +19,7 @@ class Seeds:
     def _first(self) -> int:
         return self.study * SPACING
 
-    def draw(self, number: int, parts: int) -> list[int]:
+    def request_set(self, number: int, parts: int) -> list[int]:
         """Of a trial's requests, a seed for each of the ``parts`` that they are drawn in. Number 0 is what
         every config gets, others are repeats.
         """

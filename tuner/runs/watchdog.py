@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 
-class Patience:
+class Watchdog:
     """Sets ``stop`` after ``seconds``: since the last answer where ``renewed``, else since the beginning.
 
     A load of so many requests takes as long as the server needs for them: a slow one is not stuck while it

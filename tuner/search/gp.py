@@ -3,7 +3,7 @@
 Kernel: a constant, Matérn 5/2 with a length for every dimension, noise; and, where a prediction is given for
 every point, a line in it. The line's slope is 1 a priori, so that the process models what the prediction
 misses, and shrinks towards 0 where the data do not follow the prediction (Rasmussen & Williams, section 2.7).
-Values that were measured under different draws of a load differ by a level of each draw.
+Values that were measured under different sets of requests differ by a level of each set.
 Hyperparameters are the most probable ones under broad log-normal priors, found by L-BFGS on exact gradients.
 """
 
@@ -31,8 +31,8 @@ AMPLITUDE = (math.log(1.0), 0.7)
 """The same of the amplitude, in standard deviations of the data."""
 NOISE = (math.log(0.03), 0.8)
 """The same of the noise, in units of y: repeats of a figure differ by some per cent."""
-DRAW = 0.1
-"""Standard deviation of a draw's level, in units of y: how much harder one draw of a load is than another."""
+REQUEST_SET_SD = 0.1
+"""Standard deviation of a request set's level, in units of y: how much harder one set is than another."""
 JITTER = 1e-8
 SEARCH: Mapping[str, float] = {"maxiter": 20, "ftol": 1e-4}
 """Hyperparameters need not be exact: their own uncertainty is larger."""
@@ -48,8 +48,8 @@ class Points:
 
     x: Array
     predicted: Array | None = None
-    draws: Array | None = None
-    """Which draw of the load each is measured under, (m,); None where it makes no difference."""
+    request_sets: Array | None = None
+    """Which set of requests each is measured under, (m,); None where it makes no difference."""
 
     def __getitem__(self, rows: Any) -> Points:
         return Points(self.x[rows], *(None if part is None else part[rows] for part in self._parts))
@@ -64,11 +64,11 @@ class Points:
 
     @property
     def _parts(self) -> tuple[Array | None, Array | None]:
-        return self.predicted, self.draws
+        return self.predicted, self.request_sets
 
 
 @dataclass(frozen=True)
-class Shape:
+class Hyperparameters:
     """Hyperparameters. ``amplitude``: in standard deviations of the data; ``noise``: in units of y."""
 
     lengths: Array
@@ -81,7 +81,7 @@ class GaussianProcess:
     """What the values at n points say about all others. Made by :func:`fit`."""
 
     points: Points
-    shape: Shape
+    shape: Hyperparameters
     slope: float
     """The posterior mean of the predictions' slope; 0 without any."""
     mean: float
@@ -112,7 +112,7 @@ class GaussianProcess:
             self.mean + self._predicted(at) + self.scale * (self._covariance(at, self.points) @ self._weights)
         )
 
-    def believing(self, at: Points) -> GaussianProcess:
+    def with_fantasies(self, at: Points) -> GaussianProcess:
         """As if m more points were measured and came out as expected: means stay, deviations shrink.
 
         The kriging believer of Ginsbourger, Le Riche and Carraro 2010, "Kriging is well-suited to parallelize
@@ -137,7 +137,7 @@ class GaussianProcess:
         return self.shape.amplitude**2 * _matern(a.x, b.x, self.shape.lengths) + _given(a, b, self.scale)
 
     def _variance(self, at: Points) -> Array:
-        drawn = 0.0 if at.draws is None else (DRAW / self.scale) ** 2
+        drawn = 0.0 if at.request_sets is None else (REQUEST_SET_SD / self.scale) ** 2
         slope = (SLOPE / self.scale * self._predicted(at)) ** 2
         return self.shape.amplitude**2 + LEVEL**2 + slope + drawn
 
@@ -163,7 +163,7 @@ class _Data:
         return cls((missed - mean) / scale, mean, scale, fixed)
 
 
-def most_probable(points: Points, y: Array, variances: Array | None = None) -> Shape:
+def most_probable(points: Points, y: Array, variances: Array | None = None) -> Hyperparameters:
     """The hyperparameters for values at n points. See :func:`fit`."""
     data, dimensions = _Data.of(points, y, variances), points.x.shape[1]
     squares = (points.x[:, None, :] - points.x[None, :, :]) ** 2
@@ -174,11 +174,11 @@ def most_probable(points: Points, y: Array, variances: Array | None = None) -> S
         bounds=[(c - 3 * w, c + 3 * w) for c, w in zip(centre, width, strict=True)], options=SEARCH,
     )  # fmt: skip
     found = np.exp(best.x)
-    return Shape(found[:-2], float(found[-2]), float(found[-1]) * data.scale)
+    return Hyperparameters(found[:-2], float(found[-2]), float(found[-1]) * data.scale)
 
 
 def fit(
-    points: Points, y: Array, variances: Array | None = None, shape: Shape | None = None
+    points: Points, y: Array, variances: Array | None = None, shape: Hyperparameters | None = None
 ) -> GaussianProcess:
     """``variances`` (n,): noise that a point has beyond the common one, in units of y squared.
 
@@ -200,8 +200,8 @@ def _given(a: Points, b: Points, scale: float) -> Array:
     found = np.full((len(a.x), len(b.x)), LEVEL**2)
     if a.predicted is not None and b.predicted is not None:
         found += (SLOPE / scale) ** 2 * np.outer(a.predicted, b.predicted)
-    if a.draws is not None and b.draws is not None:
-        found += (DRAW / scale) ** 2 * (a.draws[:, None] == b.draws[None, :])
+    if a.request_sets is not None and b.request_sets is not None:
+        found += (REQUEST_SET_SD / scale) ** 2 * (a.request_sets[:, None] == b.request_sets[None, :])
     return found
 
 

@@ -20,7 +20,7 @@ ROOMY, FREE = 0.5, 0.75
 """Shares of the KV pool and of the places that may be taken, at a scrape a second, where none are short."""
 
 
-def idle(space: Space, launched: Sequence[TrialResult], codes: Codes) -> NDArray[np.bool_]:
+def inactive(space: Space, launched: Sequence[TrialResult], codes: Codes) -> NDArray[np.bool_]:
     """Which of (m, d) configs have another KV pool than the baseline where its size does nothing, or more
     places where none are short. ``codes``: see ``crashes.codes_of``.
     """

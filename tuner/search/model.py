@@ -1,4 +1,4 @@
-"""The search's own strategy: what trials teach (``beliefs.py``), and where servers crash (``crashes.py``).
+"""The search's own strategy: what trials teach (``surrogates.py``), and where servers crash (``crashes.py``).
 
 What is proposed is the config with the highest expected improvement over the best one, times the chance that
 it holds every bound (Gardner et al. 2014, "Bayesian optimization with inequality constraints"); while nothing
@@ -20,11 +20,11 @@ from tuner.runs.result import TrialResult
 from tuner.search.crashes import Crashes
 from tuner.search.from_doctor import Hints
 from tuner.search.gp import Array
-from tuner.search.inactive_knobs import idle
+from tuner.search.inactive_knobs import inactive
 from tuner.search.pool import Pool, Pools, encode
 from tuner.search.prior import Prior
 from tuner.search.strategy import GAIN, History, Strategy, Suggestion
-from tuner.search.surrogates import Beliefs
+from tuner.search.surrogates import Surrogates
 from tuner.space.space import Config, Space, config_key
 
 SIMPLER = 0.1
@@ -55,8 +55,8 @@ class ModelStrategy(Strategy):
         self.prior, self.hints = prior, hints
         # What is kept between two calls only saves time: it follows from the history.
         self._pools: Pools | None = None
-        self._held: dict[bool, tuple[tuple[int, ...], Beliefs]] = {}
-        self._ranked: tuple[Beliefs, list[TrialResult]] | None = None
+        self._held: dict[bool, tuple[tuple[int, ...], Surrogates]] = {}
+        self._ranked: tuple[Surrogates, list[TrialResult]] | None = None
 
     @property
     def starts(self) -> int:
@@ -92,11 +92,11 @@ class ModelStrategy(Strategy):
                 self.exhausted = f"no config left is expected to gain more than {expected[GAIN]:.1%}"
                 return None
         chosen = int(np.argmax(scores))
-        beliefs, x = self.beliefs(history), pool.x[chosen : chosen + 1]
+        surrogates, x = self.surrogates(history), pool.x[chosen : chosen + 1]
         return Suggestion(
             history.space.params(pool.rows[chosen].config),
-            _reason(beliefs, x),
-            expected | beliefs.figures(x),
+            _reason(surrogates, x),
+            expected | surrogates.figures(x),
         )
 
     def _over(self, history: History, gain: float) -> bool:
@@ -107,18 +107,18 @@ class ModelStrategy(Strategy):
 
     def rank(self, history: History) -> list[TrialResult]:
         """By what the models expect of each: those that are likely to hold every bound first."""
-        beliefs = self.beliefs(history)
-        if self._ranked is None or self._ranked[0] is not beliefs:
-            self._ranked = beliefs, self._rank(history, beliefs)
+        surrogates = self.surrogates(history)
+        if self._ranked is None or self._ranked[0] is not surrogates:
+            self._ranked = surrogates, self._rank(history, surrogates)
         return list(self._ranked[1])
 
-    def _rank(self, history: History, beliefs: Beliefs) -> list[TrialResult]:
+    def _rank(self, history: History, surrogates: Surrogates) -> list[TrialResult]:
         feasible = [r for r in history.results if r.feasible and math.isfinite(r.value(history.objective))]
         measured = list({config_key(r.config): r for r in reversed(feasible)}.values())[::-1]
         if not measured:
             return []
         x = self._pools_of(history.space).of(r.config for r in measured).x
-        chances, costs = np.exp(beliefs.log_feasible(x)), beliefs.expected(x)[0]
+        chances, costs = np.exp(surrogates.log_feasible(x)), surrogates.expected(x)[0]
         chances[[not history.space.changes(r.config) for r in measured]] = 1.0  # the baseline holds its own
         rows = list(zip(measured, chances, costs, strict=True))
         sure = sorted((row for row in rows if row[1] >= SURE), key=lambda row: row[2])
@@ -136,8 +136,11 @@ class ModelStrategy(Strategy):
         measured = list({config_key(r.config): r for r in reversed(told)}.values())
         if not measured:
             return []
-        beliefs, x = self.beliefs(history), self._pools_of(history.space).of(r.config for r in measured).x
-        chances, (costs, deviations) = np.exp(beliefs.log_feasible(x)), beliefs.expected(x)
+        surrogates, x = (
+            self.surrogates(history),
+            self._pools_of(history.space).of(r.config for r in measured).x,
+        )
+        chances, (costs, deviations) = np.exp(surrogates.log_feasible(x)), surrogates.expected(x)
         changed = np.array([bool(history.space.changes(r.config)) for r in measured])
         chances[~changed] = float(history.baseline is not None and history.baseline.feasible)
         best = int(np.argmin(np.where(chances >= SURE, costs, np.inf)))
@@ -149,17 +152,17 @@ class ModelStrategy(Strategy):
         ranked = [i for i in np.argsort(-gains, kind="stable") if changed[i] and gains[i] >= CLOSE]
         known = changed[best] and chances[best] >= SURE
         if known and (ranked or chances[best] < CERTAIN):
-            ranked.insert(0, best)  # for it is compared with them under the same draw
+            ranked.insert(0, best)  # for it is compared with them under the same requests
         return [measured[i] for i in ranked]
 
-    def without_idle(self, history: History, config: Config) -> Config:
+    def without_inactive(self, history: History, config: Config) -> Config:
         """One change after the other is left out, where that may cost nothing for all that is known."""
-        space, beliefs = history.space, self.beliefs(history)
+        space, surrogates = history.space, self.surrogates(history)
 
         def expected(config: Config) -> tuple[float, float, float]:
             x = encode(space, [config])
-            cost, deviation = beliefs.expected(x)
-            return float(cost[0]), float(deviation[0]), float(beliefs.log_feasible(x)[0])
+            cost, deviation = surrogates.expected(x)
+            return float(cost[0]), float(deviation[0]), float(surrogates.log_feasible(x)[0])
 
         cost, _, chance = expected(config)
         for flag in reversed([flag for flag in space.flags if flag in space.changes(config)]):
@@ -172,11 +175,11 @@ class ModelStrategy(Strategy):
 
     def safer(self, history: History, refused: TrialResult) -> list[TrialResult]:
         """By what the models expect: what differs from the refused one to no effect is no safer."""
-        ranked, beliefs = self.rank(history), self.beliefs(history)
-        slack = beliefs.slack(encode(history.space, [refused.config, *(r.config for r in ranked)]))
+        ranked, surrogates = self.rank(history), self.surrogates(history)
+        slack = surrogates.slack(encode(history.space, [refused.config, *(r.config for r in ranked)]))
         return [r for r, own in zip(ranked, slack[1:], strict=True) if own >= slack[0] + SAFER]
 
-    def beliefs(self, history: History, plain: bool = False) -> Beliefs:
+    def surrogates(self, history: History, plain: bool = False) -> Surrogates:
         """Of what was measured, and of what runs. ``plain``: without the prior.
 
         Those of the last history are kept, for it is asked about several times.
@@ -186,8 +189,8 @@ class ModelStrategy(Strategy):
         key = (known, len(history.bounds), len(history.relative), *(r.number for r in history.results))
         held = self._held.get(plain)
         if held is None or held[0] != key:
-            held = self._held[plain] = key, Beliefs(history, prior, held[1] if held else None)
-        return held[1].believing(history.running)
+            held = self._held[plain] = key, Surrogates(history, prior, held[1] if held else None)
+        return held[1].with_pending(history.running)
 
     def _scores(self, history: History, pool: Pool, serves: Array) -> Array:
         """Logarithms of what a trial of each is expected to gain. ``serves``: the chance that each comes up.
@@ -195,33 +198,33 @@ class ModelStrategy(Strategy):
         A prior and none are averaged, by how much the prior has earned: where a wrong one sees nothing to
         gain any more, or no chance, the search goes on as if there were none.
         """
-        beliefs = self.beliefs(history)
-        gain = self._log_gain(history, beliefs, pool.x) + beliefs.log_feasible(pool.x)
+        surrogates = self.surrogates(history)
+        gain = self._log_gain(history, surrogates, pool.x) + surrogates.log_feasible(pool.x)
         if self.prior:
-            plain, weight = self.beliefs(history, plain=True), beliefs.prior_weight()
+            plain, weight = self.surrogates(history, plain=True), surrogates.prior_weight()
             without = self._log_gain(history, plain, pool.x) + plain.log_feasible(pool.x)
             gain = np.logaddexp(
-                math.log(weight) + gain + beliefs.log_serves(pool.codes), math.log(1 - weight) + without
+                math.log(weight) + gain + surrogates.log_serves(pool.codes), math.log(1 - weight) + without
             )
         return gain + np.log(serves) - SIMPLER * pool.changes
 
-    def _log_gain(self, history: History, beliefs: Beliefs, x: Array) -> Array:
+    def _log_gain(self, history: History, surrogates: Surrogates, x: Array) -> Array:
         """Logarithm of the expected improvement; flat while nothing is feasible."""
-        mean, deviation = beliefs.expected(x)
-        best = self._to_beat(history, beliefs)
+        mean, deviation = surrogates.expected(x)
+        best = self._to_beat(history, surrogates)
         if best is None:
             return -0.1 * mean
         return np.log(np.maximum(_improvement(best - WORTH - mean, deviation), 1e-300))
 
-    def _to_beat(self, history: History, beliefs: Beliefs) -> float | None:
+    def _to_beat(self, history: History, surrogates: Surrogates) -> float | None:
         """The best objective that is expected of the best config, or of one that runs and is believed to hold
         every bound; None while there is neither.
         """
         known = [] if history.best is None else [history.best.config]
         if history.running:
-            chances = np.exp(beliefs.log_feasible(encode(history.space, history.running)))
+            chances = np.exp(surrogates.log_feasible(encode(history.space, history.running)))
             known += [c for c, chance in zip(history.running, chances, strict=True) if chance >= SURE]
-        return float(beliefs.expected(encode(history.space, known))[0].min()) if known else None
+        return float(surrogates.expected(encode(history.space, known))[0].min()) if known else None
 
     def _pool(self, history: History) -> tuple[Pool, Array]:
         """Configs that may be launched and do something, each once; the chance that its server comes up."""
@@ -230,7 +233,7 @@ class ModelStrategy(Strategy):
         if not len(pool):
             return pool, np.ones(0)
         crashes = Crashes.learnt(history.space, history.results)
-        fails, useless = crashes.forbidden(pool.codes), idle(history.space, history.launched, pool.codes)
+        fails, useless = crashes.forbidden(pool.codes), inactive(history.space, history.launched, pool.codes)
         may = ~(fails | useless)
         if not may.any():
             self.exhausted = _none_left(bool(useless.any()), bool(fails.any()))
@@ -263,13 +266,13 @@ def _improvement(by: Array, deviation: Array) -> Array:
     return found
 
 
-def _reason(beliefs: Beliefs, x: Array) -> str:
+def _reason(surrogates: Surrogates, x: Array) -> str:
     """Why this one, for people."""
-    objective = beliefs.objective
-    value = beliefs.figures(x).get(objective.name)
+    objective = surrogates.objective
+    value = surrogates.figures(x).get(objective.name)
     if value is None:
         return "model: nothing is known yet"
-    chance = math.exp(float(beliefs.log_feasible(x)[0]))
+    chance = math.exp(float(surrogates.log_feasible(x)[0]))
     return (
         f"model: {objective.name} about {format_value(objective.metric, value)}, feasible with {chance:.0%}"
     )

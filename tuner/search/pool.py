@@ -19,7 +19,7 @@ POOL = 4096
 
 
 @dataclass(frozen=True)
-class Row:
+class Candidate:
     """One config. ``x``: see :func:`encode`; ``codes``: see ``crashes.codes_of``."""
 
     config: Config
@@ -34,7 +34,7 @@ class Row:
 class Pool:
     """Rows, and columns over them."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Candidate]
     x: Array
     codes: Codes
     changes: Array
@@ -43,7 +43,7 @@ class Pool:
         return len(self.rows)
 
     @classmethod
-    def of(cls, rows: Sequence[Row]) -> Pool:
+    def of(cls, rows: Sequence[Candidate]) -> Pool:
         return cls(
             rows,
             np.array([row.x for row in rows]),
@@ -62,7 +62,7 @@ class Pools:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self._rows: dict[str, Row | None] = {}
+        self._rows: dict[str, Candidate | None] = {}
         self._whole: tuple[str, ...] | None = None
 
     def fresh(self, rng: random.Random, taken: frozenset[str], near: Config | None) -> Pool:
@@ -74,10 +74,10 @@ class Pools:
             small = self.space.size <= POOL
             if len(self._rows) > 10 * POOL:
                 self._rows = {}
-            drawn: Iterable[Config] = self.space.draw(rng, POOL)
+            sampled: Iterable[Config] = self.space.sample(rng, POOL)
             if not small and near is not None:
-                drawn = itertools.chain(drawn, neighbours(self.space, near))
-            keys = tuple(dict.fromkeys(map(self._add, drawn)))
+                sampled = itertools.chain(sampled, neighbours(self.space, near))
+            keys = tuple(dict.fromkeys(map(self._add, sampled)))
             self._whole = keys if small else None
         rows = (self._rows[key] for key in keys if key not in taken)
         return Pool.of([row for row in rows if row is not None])
@@ -92,10 +92,10 @@ class Pools:
             self._rows[key] = None if self.space.refusals(config) else self._row(config, key)
         return key
 
-    def _row(self, config: Config, key: str) -> Row:
+    def _row(self, config: Config, key: str) -> Candidate:
         space, params = self.space, self.space.params(config)
         x = np.array(_coordinates(space.axes, params))
-        return Row(config, key, x, codes_of(space, params), len(space.changes(config)))
+        return Candidate(config, key, x, codes_of(space, params), len(space.changes(config)))
 
 
 def encode(space: Space, configs: Sequence[Config]) -> Array:

@@ -91,7 +91,7 @@ class SimulatedPrior(Prior):
             return [Run(server.run(schedule), span(schedule)) for schedule in schedules]
 
 
-AUTO, NONE, SKETCH = "auto", "none", "sketch"
+AUTO, NONE, FITTED = "auto", "none", "sketch"
 ACCEPTANCE = 0.1
 """Of drafts, unless somebody measures it: prompts that are drawn repeat little, and a prior that promises
 much of drafts spends launches on them."""
@@ -102,28 +102,28 @@ def make_simulator(
     target: str,
     model: str,
     note: Callable[[str], None] = lambda text: None,
-    sketch: Callable[[], Target | None] = lambda: None,
+    fitted: Callable[[], Target | None] = lambda: None,
 ) -> Callable[[], Target | None]:
-    """What makes the simulator that ``--prior`` names: AUTO, NONE, SKETCH, ``simulated:h100``, a file of step
+    """What makes the simulator that ``--prior`` names: AUTO, NONE, FITTED, ``simulated:h100``, a file of step
     times.
 
-    AUTO is the bundled engine's own simulation for the bundled engine with its bundled model, and a sketch of
-    the baseline (``sketch.py``) for other servers that are started; none for those that run already, and for
-    a simulation, which is no more expensive than its sketch. Step times may have to be measured first, so a
-    simulator is made when it is called, with no server running; what is missing for it is noted, and there is
-    no prior. Raises PriorError.
+    AUTO is the bundled engine's own simulation for the bundled engine with its bundled model, and a simulator
+    fitted to the baseline (``fitted_simulator.py``) for other servers that are started; none for those that
+    run already, and for a simulation, which costs no more than its fit. Step times may have to be measured
+    first, so a simulator is made when it is called, with no server running; what is missing for it is noted,
+    and there is no prior. Raises PriorError.
     """
     if name == AUTO:
         if target == model == HERE:
             return lambda: _own(model, note)
-        name = NONE if target.startswith((PREFIX, "http://", "https://")) else SKETCH
+        name = NONE if target.startswith((PREFIX, "http://", "https://")) else FITTED
     if name == NONE:
         return lambda: None
-    if name == SKETCH:
-        return sketch
+    if name == FITTED:
+        return fitted
     if not name.startswith(PREFIX) and not name.endswith(".json"):
         raise PriorError(
-            f"--prior {name}: unknown. Give {AUTO}, {NONE}, {SKETCH}, {PREFIX}h100 or another device (see "
+            f"--prior {name}: unknown. Give {AUTO}, {NONE}, {FITTED}, {PREFIX}h100 or another device (see "
             "vtune simulate), or a JSON file of step times."
         )
     if name == PREFIX + HERE:

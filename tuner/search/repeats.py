@@ -1,8 +1,8 @@
-"""Configs that were measured more than once: a trial is repeated under another draw of the load where it is
+"""Configs that were measured more than once: a trial is repeated under another set of requests where it is
 close.
 
-All trials share one draw of the load, so that they differ by their configs alone; what is best under it need
-not be under another. A repeat is compared with the baseline's repeat under the same draw, and counts for
+All trials share one set of requests, so that they differ by their configs alone; what is best under it need
+not be under another. A repeat is compared with the baseline's repeat under the same requests, and counts for
 nothing without it: another worker may measure that later, or it did not serve.
 """
 
@@ -19,7 +19,7 @@ from tuner.space.config import config_key
 
 
 def judged(repeat: TrialResult, own: TrialResult | None, relative: Iterable[RelativeBound]) -> TrialResult:
-    """A repeat, held against the baseline's ``own`` under the same draw; None: it was not measured so far."""
+    """A repeat, held against the baseline's ``own`` under the same requests; None: not measured so far."""
     if repeat.measurement is None:
         return repeat
     if own is None or own.measurement is None:
@@ -33,9 +33,9 @@ def judged(repeat: TrialResult, own: TrialResult | None, relative: Iterable[Rela
 def joined(results: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
     """One result for every config, in the order of the first ones; with repeats, of all measurements.
 
-    Latencies and rates are geometric means, put as if each had been measured under the draw that all configs
-    share: a draw under which the baseline is slower by a tenth is taken to be harder by a tenth. Violations
-    are means; counts are the largest.
+    Latencies and rates are geometric means, put as if each had been measured under the requests that all
+    configs share: a set under which the baseline is slower by a tenth is taken to be harder by a tenth.
+    Violations are means; counts are the largest.
     """
     told = tuple(results)
     groups: dict[str, list[TrialResult]] = {}
@@ -44,12 +44,16 @@ def joined(results: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
     if all(len(group) == 1 for group in groups.values()):
         return told
     baseline = next((config_key(r.config) for r in told if r.origin == BASELINE), "")
-    own = {r.draw: r.measurement for r in groups.get(baseline, ()) if r.measurement}
+    own = {r.request_set: r.measurement for r in groups.get(baseline, ()) if r.measurement}
     return tuple(_together(group, own) for group in groups.values())
 
 
 def _together(group: list[TrialResult], own: Mapping[int, Measurement]) -> TrialResult:
-    whole = [r for r in group if r.status == "measured" and r.measurement and (not r.draw or r.draw in own)]
+    whole = [
+        r
+        for r in group
+        if r.status == "measured" and r.measurement and (not r.request_set or r.request_set in own)
+    ]
     if len(whole) < 2:
         return next((r for r in group if r.launched), group[0])
     first = whole[0]
@@ -69,12 +73,12 @@ def _together(group: list[TrialResult], own: Mapping[int, Measurement]) -> Trial
 
 
 def _as_shared(result: TrialResult, own: Mapping[int, Measurement]) -> Measurement:
-    """As if it had been measured under draw 0. ``own``: the baseline's measurements, by draw."""
+    """As if it had been measured under set 0. ``own``: the baseline's measurements, by request set."""
     measured = result.measurement
     assert measured is not None, "only measurements are joined"
-    if not result.draw or 0 not in own:
+    if not result.request_set or 0 not in own:
         return measured
-    here, shared = own[result.draw], own[0]
+    here, shared = own[result.request_set], own[0]
     factors = {name: _factor(here.reading(name), shared.reading(name)) for name in measured.readings}
     return replace(measured, readings={n: _scaled(r, factors[n]) for n, r in measured.readings.items()})
 

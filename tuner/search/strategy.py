@@ -98,7 +98,7 @@ class Strategy(ABC):
         """
         return [r for r in self.rank(history) if r.slack >= refused.slack + SLACK]
 
-    def without_idle(self, history: History, config: Config) -> Config:
+    def without_inactive(self, history: History, config: Config) -> Config:
         """``config`` less the changes that are not expected to do anything. By default nothing is known."""
         return config
 

@@ -52,8 +52,8 @@ class Proposal:
     trial: Trial
     config: dict[str, Any]
     origin: str
-    draw: int = 0
-    """Which draw of the load to measure it under: see TrialResult."""
+    request_set: int = 0
+    """Which set of requests to measure it under: see TrialResult."""
 
     @property
     def number(self) -> int:
@@ -63,7 +63,7 @@ class Proposal:
 class Study:
     """One search over ``space`` for the best ``objective``.
 
-    Not thread-safe. One process at a time may propose (see ``workers/crew.py``); any number may tell.
+    Not thread-safe. One process at a time may propose (see ``workers/coordination.py``); any number may tell.
     """
 
     def __init__(
@@ -116,29 +116,30 @@ class Study:
         return next((r for r in told if r.origin == BASELINE), None)
 
     def judged(self, result: TrialResult) -> TrialResult:
-        """A repeat held against the baseline's of the same draw, which may come later; others as they are."""
+        """A repeat held against the baseline's of the same requests, which may come later; others as they
+        are."""
         return self._judged(result, self._finished)
 
     def _judged(self, result: TrialResult, finished: Sequence[TrialResult]) -> TrialResult:
-        if not result.draw or result.status != "measured" or not self.space.changes(result.config):
+        if not result.request_set or result.status != "measured" or not self.space.changes(result.config):
             return result
-        own = self._baseline_again(result.draw, finished)
+        own = self._baseline_again(result.request_set, finished)
         return judged(result, own if own and own.status == "measured" else None, self.relative)
 
-    def _baseline_again(self, draw: int, finished: Sequence[TrialResult]) -> TrialResult | None:
-        """What came of the baseline under another draw of the load."""
-        told = (r for r in finished if r.draw == draw and r.launched)
+    def _baseline_again(self, request_set: int, finished: Sequence[TrialResult]) -> TrialResult | None:
+        """What came of the baseline under another set of requests."""
+        told = (r for r in finished if r.request_set == request_set and r.launched)
         return next((r for r in told if not self.space.changes(r.config)), None)
 
-    def _baseline_failed(self, draw: int) -> str:
-        """Why it did not serve under another draw; "" where it did, and while nobody knows."""
-        again = self._baseline_again(draw, self._finished) if draw else None
+    def _baseline_failed(self, request_set: int) -> str:
+        """Why it did not serve under other requests; "" where it did, and while that is not known."""
+        again = self._baseline_again(request_set, self._finished) if request_set else None
         return again.reason if again and again.status == "failed" else ""
 
     @property
     def repeating(self) -> bool:
         """Whether a repeat is queued, or runs in some worker."""
-        return any(t.user_attrs.get("draw") for t in (*self._queued(), *self._begun()))
+        return any(t.user_attrs.get("request_set") for t in (*self._queued(), *self._begun()))
 
     @property
     def history(self) -> History:
@@ -151,17 +152,17 @@ class Study:
         told = tuple(r for r in self.results if r.status not in ("interrupted", "duplicate") and r.judged)
         return History(self.space, self.objective, told, bounds=self.bounds, relative=self.relative)
 
-    def enqueue(self, config: Config, origin: str, deaths: int = 0, draw: int = 0) -> bool:
+    def enqueue(self, config: Config, origin: str, deaths: int = 0, request_set: int = 0) -> bool:
         """Propose ``config`` before anything of the sampler's. False, and nothing is queued, where it is
-        queued or told already under the same ``draw`` of the load.
+        queued or told already under the same ``request_set`` of the load.
 
         ``deaths`` counts the processes that ended in the middle of it.
         """
         own = origin == BASELINE or not self.space.changes(config)
         config = dict(self.space.baseline) if own else self.space.snap(config)
-        if (config_key(config), draw) in self._known():
+        if (config_key(config), request_set) in self._known():
             return False
-        attributes = {"origin": origin, "queued": config, "deaths": deaths, "draw": draw}
+        attributes = {"origin": origin, "queued": config, "deaths": deaths, "request_set": request_set}
         self._study.enqueue_trial(self.space.params(config), user_attrs=attributes)
         return True
 
@@ -225,7 +226,7 @@ class Study:
             config = attributes.get("config", attributes.get("queued"))
             if config is not None:  # else it died before it had decided what to launch
                 origin, deaths = attributes.get("origin", "sampler"), attributes.get("deaths", 0)
-                self.enqueue(config, origin, deaths + 1, attributes.get("draw", 0))
+                self.enqueue(config, origin, deaths + 1, attributes.get("request_set", 0))
         return len(dead)
 
     def interrupt(self, proposal: Proposal, reason: str, deaths: int = 0) -> None:
@@ -235,12 +236,15 @@ class Study:
         """
         self._give_up(proposal, "interrupted", reason)
         deaths += proposal.trial.user_attrs.get("deaths", 0)
-        self.enqueue(proposal.config, proposal.origin, deaths, proposal.draw)
+        self.enqueue(proposal.config, proposal.origin, deaths, proposal.request_set)
 
     def _give_up(self, proposal: Proposal, status: Status, reason: str, **parts: Any) -> None:
         """Tell what came of a proposal without a launch."""
         number, config, origin = proposal.number, proposal.config, proposal.origin
-        self.tell(proposal, TrialResult(number, config, origin, status, reason, draw=proposal.draw, **parts))
+        self.tell(
+            proposal,
+            TrialResult(number, config, origin, status, reason, request_set=proposal.request_set, **parts),
+        )
 
     def best(self) -> TrialResult | None:
         """The best feasible config so far, which may be the baseline."""
@@ -255,9 +259,9 @@ class Study:
         ranked = self.strategy.rank(told) if refused is None else self.strategy.safer(told, refused)
         return [r for r in ranked if self.space.changes(r.config)]
 
-    def without_idle(self, config: Config) -> Config:
+    def without_inactive(self, config: Config) -> Config:
         """``config`` less the changes that are not expected to do anything: see Strategy."""
-        return self.strategy.without_idle(self._told, config)
+        return self.strategy.without_inactive(self._told, config)
 
     def close(self) -> list[TrialResult]:
         """Configs of which a repeat could change what is recommended: see Strategy."""
@@ -273,7 +277,7 @@ class Study:
         for trial in self._study.get_trials(deepcopy=False):
             result = trial.user_attrs.get("result")
             # Repeats differ from the others by their requests as well.
-            short = TrialResult.from_json(result).short if result and not result.get("draw") else None
+            short = TrialResult.from_json(result).short if result and not result.get("request_set") else None
             value = short.value(self.objective.metric, self.objective.cls) if short else math.nan
             if math.isfinite(value) and shared <= trial.params.keys():
                 distributions = {name: trial.distributions[name] for name in shared}
@@ -292,24 +296,27 @@ class Study:
     def _ask(self) -> Proposal | None:
         """Ask once; None where the proposal was settled without a launch."""
         trial = self._study.ask()
-        origin, draw = trial.user_attrs.get("origin", "sampler"), trial.user_attrs.get("draw", 0)
+        origin, request_set = (
+            trial.user_attrs.get("origin", "sampler"),
+            trial.user_attrs.get("request_set", 0),
+        )
         config, queued = self.space.suggest(trial), trial.user_attrs.get("queued")
         own = queued is not None and not self.space.changes(queued)
         if own:  # which may lie between the values of the space
             config = dict(self.space.baseline)
-        proposal = Proposal(trial, config, origin, draw)
-        if earlier := self._earlier(config, draw):
+        proposal = Proposal(trial, config, origin, request_set)
+        if earlier := self._earlier(config, request_set):
             reason = f"same config as trial {earlier.number}"
             repeat = replace(earlier, number=trial.number, origin=origin, status="duplicate", reason=reason)
             trial.set_user_attr("result", repeat.to_json())
             self._tell(trial, repeat, earlier.status)
-        elif (config_key(config), draw) in map(_key, self._begun()):
+        elif (config_key(config), request_set) in map(_key, self._begun()):
             self._give_up(proposal, "interrupted", "another worker measures the same config")
-        elif not (own and draw == 0) and trial.user_attrs.get("deaths", 0) > MAX_DEATHS:
+        elif not (own and request_set == 0) and trial.user_attrs.get("deaths", 0) > MAX_DEATHS:
             reason = "the tuner's process, or that of its load, died twice while this config was tried"
             seconds = {"start": 0.0, "total": 0.0}
             self._give_up(proposal, "failed", reason, violations={SERVES: 1.0}, seconds=seconds)
-        elif not own and (why := self._baseline_failed(draw)):
+        elif not own and (why := self._baseline_failed(request_set)):
             self._give_up(proposal, "interrupted", f"the baseline failed on these requests: {why}")
         elif not own and (refusals := self.space.refusals(config)):
             broken = {RULE: float(len(refusals))}
@@ -319,10 +326,14 @@ class Study:
             return proposal
         return None
 
-    def _earlier(self, config: Config, draw: int) -> TrialResult | None:
+    def _earlier(self, config: Config, request_set: int) -> TrialResult | None:
         """The first trial of the same config that came to something."""
         key = config_key(config)
-        told = (r for r in self.results if r.status not in ("interrupted", "duplicate") and r.draw == draw)
+        told = (
+            r
+            for r in self.results
+            if r.status not in ("interrupted", "duplicate") and r.request_set == request_set
+        )
         return next((r for r in told if config_key(r.config) == key), None)
 
     def _begun(self) -> list[FrozenTrial]:
@@ -333,9 +344,9 @@ class Study:
         return self._study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
 
     def _known(self) -> set[tuple[str, int]]:
-        """(key, draw) of every config that is queued, runs in some worker, or came to something."""
+        """(key, request set) of every config that is queued, runs in some worker, or came to something."""
         queued = [_key(t) for t in self._queued() if "queued" in t.user_attrs]
-        told = [(config_key(r.config), r.draw) for r in self.results if r.status != "interrupted"]
+        told = [(config_key(r.config), r.request_set) for r in self.results if r.status != "interrupted"]
         return {*queued, *map(_key, self._begun()), *told}
 
     @property
@@ -345,7 +356,7 @@ class Study:
 
 
 def _key(trial: FrozenTrial) -> tuple[str, int]:
-    """Of a trial that is queued or begun: its config's, and its draw of the load."""
+    """Of a trial that is queued or begun: its config's key, and its set of requests."""
     attributes = trial.user_attrs
     config = attributes.get("config", attributes.get("queued"))
-    return config_key(config), attributes.get("draw", 0)
+    return config_key(config), attributes.get("request_set", 0)

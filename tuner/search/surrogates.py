@@ -3,9 +3,9 @@
 Figures are modelled as logarithms that should be small. A bound that is relative to the baseline is a
 difference of two values of one process, so that the noise of the baseline's own measurement is not taken for
 the baseline. Trials that were stopped early count as well, corrected by how a whole measurement compares with
-its short rung where both are known. Repeats under other draws of the load count as they are where a bound is
-absolute; else they are compared with what has the same draw. With a prior (``prior.py``) the processes model
-what it misses.
+its short rung where both are known. Repeats under other sets of requests count as they are where a bound is
+absolute; else they are compared with what has the same requests. With a prior (``prior.py``) the processes
+model what it misses.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from servers.slo.bounds import COUNTS, Bound, name_of
 from servers.slo.objective import Objective, RelativeBound
 from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.search.crashes import Codes, Crashes
-from tuner.search.gp import Array, GaussianProcess, Points, Shape, fit, most_probable
+from tuner.search.gp import Array, GaussianProcess, Hyperparameters, Points, fit, most_probable
 from tuner.search.pool import encode
 from tuner.search.prior import Prior
 from tuner.search.strategy import SLACK, History
@@ -96,31 +96,33 @@ class Figure:
         return self.sign * math.log(min(max(value, 1e-9), 1e9) / self.limit)
 
 
-class Beliefs:
+class Surrogates:
     """The processes behind a history, each fitted when it is first asked for."""
 
-    def __init__(self, history: History, prior: Prior | None = None, earlier: Beliefs | None = None) -> None:
+    def __init__(
+        self, history: History, prior: Prior | None = None, earlier: Surrogates | None = None
+    ) -> None:
         """``earlier``: those of the same prior, of which is kept what would come out the same."""
         self.history, self.prior = history, prior
         self.objective = Figure.of(history.objective)
         self.bounds = (*map(Figure.of, history.bounds), *map(Figure.of, history.relative))
         self._told = [r for r in history.launched if r.measurement is not None]
-        self._draws = np.array([float(r.draw) for r in self._told])
+        self._request_sets = np.array([float(r.request_set) for r in self._told])
         self._processes: dict[Figure, GaussianProcess | None] = {}
         self._simulated = len(prior.known) if prior else 0
         kept = earlier is not None and earlier._simulated == self._simulated
         self._surfaces: dict[Figure, tuple[GaussianProcess, float] | None] = (
             earlier._surfaces if earlier and kept else {}
         )
-        self._shapes: dict[tuple[Figure, str, int], Shape] = earlier._shapes if earlier else {}
+        self._shapes: dict[tuple[Figure, str, int], Hyperparameters] = earlier._shapes if earlier else {}
 
-    def believing(self, running: Sequence[Config]) -> Beliefs:
+    def with_pending(self, running: Sequence[Config]) -> Surrogates:
         """As if these configs had measured what is expected of them (see ``gp.py``)."""
         if not running:
             return self
         x, found = encode(self.history.space, running), copy(self)
         found._processes = {
-            figure: process.believing(self._asked(figure, x)) if process else None
+            figure: process.with_fantasies(self._asked(figure, x)) if process else None
             for figure in (self.objective, *self.bounds)
             for process in [self._process(figure)]
         }
@@ -203,15 +205,15 @@ class Beliefs:
         return encode(self.history.space, [self.history.space.baseline])
 
     def _asked(self, figure: Figure, x: Array) -> Points:
-        """As they would be measured in a trial, under the draw of the load that all trials share."""
+        """As they would be measured in a trial, under the set of requests that all trials share."""
         return self._points(figure, x, np.zeros(len(x)))
 
-    def _points(self, figure: Figure, x: Array, draws: Array) -> Points:
+    def _points(self, figure: Figure, x: Array, request_sets: Array) -> Points:
         among = figure.relative or figure == self.objective  # configs are compared, not held against a limit
-        parts = draws if among and self._draws.any() else None
+        parts = request_sets if among and self._request_sets.any() else None
         surface = self._surface(figure)
         if surface is None:
-            return Points(x, draws=parts)
+            return Points(x, request_sets=parts)
         process, level = surface
         return Points(x, process.means(Points(x)) - level, parts)
 
@@ -244,7 +246,7 @@ class Beliefs:
             return None
         if figure in self.bounds and not figure.relative:
             y = np.minimum(y, FAR)
-        points = self._points(figure, self._x[: len(told)][there], self._draws[: len(told)][there])
+        points = self._points(figure, self._x[: len(told)][there], self._request_sets[: len(told)][there])
         return points, y[there], variances[there]
 
     def _surface(self, figure: Figure) -> tuple[GaussianProcess, float] | None:

@@ -100,11 +100,6 @@ def _value(text: str) -> Any:
     return text.strip()
 
 
-def _replay(given: Replay) -> dict[str, Any] | None:
-    data = given.to_json()
-    return data and {**data, "sha256": digest(Path(data["replay"]))}
-
-
 def _loads(text: str) -> tuple[float, ...] | None:
     """``2,8,16``, rising; None for those of a replayed trace. Raises UsageError."""
     if text == AUTO:
@@ -125,7 +120,7 @@ def _loads(text: str) -> tuple[float, ...] | None:
 
 _READERS: Mapping[str, Callable[[Any], Any]] = {
     "slo": lambda text: parse_slo(text).text,
-    "replay": _replay,
+    "replay": Replay.to_json,
     "loads": _loads,
     "budget": lambda text: parse_seconds(text, "--budget"),
     "run_seconds": lambda text: parse_seconds(text, "--run-time"),
@@ -166,6 +161,8 @@ def _completed(asked: Mapping[str, Any]) -> Job:
     job = replace(
         job, flags={**gpu_defaults(job.target), **job.flags}
     )  # named, for they depend on the device
+    if job.replay:
+        job = replace(job, replay={**job.replay, "sha256": digest(Path(job.replay["replay"]))})
     if job.simulated and SPECULATION not in job.vary:  # how many drafts are accepted, only real text can say
         job = replace(job, fix=tuple(dict.fromkeys((*job.fix, SPECULATION))))
     if job.loads and not job.replay and job.rate is None and job.concurrency is None:

@@ -57,8 +57,8 @@ def speculation_of(config: Config) -> dict[str, Any] | None:
     if not config.get("num_speculative_tokens"):
         return None
     whole = {"method": "ngram", **config}
-    idle = () if whole["method"] == "ngram" else LOOKUPS
-    return {key: value for key, value in whole.items() if key not in idle}
+    unused = () if whole["method"] == "ngram" else LOOKUPS
+    return {key: value for key, value in whole.items() if key not in unused}
 
 
 def config_key(config: Config) -> str:

@@ -59,7 +59,7 @@ class Knob:
     needs: str | None = None
     needs_value: Value = None
     """The knob that this one depends on, and the value it must have; None: any that is true."""
-    idle_with: tuple[str, ...] = ()
+    inactive_with: tuple[str, ...] = ()
     """Flags beside which this one does nothing."""
     on_cpu: tuple[Value, ...] | None = None
     """``values`` for vLLM's build for CPUs, where they differ; (): there it does nothing."""
@@ -136,7 +136,7 @@ KNOBS = (
         "gpu_memory_utilization",
         (0.75, 0.8, 0.85, 0.9, 0.95),
         main=True,
-        idle_with=("kv_cache_memory_bytes", "num_gpu_blocks_override"),
+        inactive_with=("kv_cache_memory_bytes", "num_gpu_blocks_override"),
     ),
     Knob(
         THRESHOLD,
@@ -276,7 +276,7 @@ class Surroundings:
             return "it has no effect on a CPU"
         if knob.flag == "gpu_memory_utilization" and self.memory and self.memory.pinned:
             return "the KV pool is set in bytes, which leaves it without effect"
-        if beside := next((flag for flag in knob.idle_with if baseline.get(flag) is not None), None):
+        if beside := next((flag for flag in knob.inactive_with if baseline.get(flag) is not None), None):
             return f"--{beside.replace('_', '-')} is given, which leaves it without effect"
         return ""
 

@@ -139,10 +139,10 @@ class Space:
     def untried(self, tried: Iterable[str], rng: random.Random) -> dict[str, Any] | None:
         """A random config that breaks no rule and whose key is not in ``tried``; None when none is left."""
         seen = set(tried)
-        fresh = [c for c in self.draw(rng, 4096) if config_key(c) not in seen and not self.refusals(c)]
+        fresh = [c for c in self.sample(rng, 4096) if config_key(c) not in seen and not self.refusals(c)]
         return rng.choice(fresh) if fresh else None
 
-    def draw(self, rng: random.Random, limit: int) -> Iterator[dict[str, Any]]:
+    def sample(self, rng: random.Random, limit: int) -> Iterator[dict[str, Any]]:
         """Every config of a space of at most ``limit``, else so many at random; some may be there twice."""
         return self._every() if self.size <= limit else self._random(rng, limit)
 

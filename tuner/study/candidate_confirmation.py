@@ -27,7 +27,7 @@ from tuner.study.outcome import (
     unconfirmed,
     without_confirmation,
 )
-from tuner.study.presimulation import MOST, Fate, Rehearsal, describe_fates
+from tuner.study.presimulation import MOST, Forecast, Presimulation, describe_forecasts
 from tuner.study.trial import Bench, SetupFailed
 
 MAX_CONFIRMED = 3
@@ -35,7 +35,7 @@ MAX_CONFIRMED = 3
 
 
 @dataclass(frozen=True)
-class Finals:
+class CandidateConfirmation:
     """``flags``: what is given on the command line for a config. ``ended``: why the search did."""
 
     job: Job
@@ -47,7 +47,7 @@ class Finals:
     load: Callable[[], Traffic]
     flags: Callable[[Config], Mapping[str, Any]]
     ended: str
-    rehearsal: Rehearsal | None = None
+    presimulation: Presimulation | None = None
 
     def outcome(self) -> Outcome:
         """Raises SetupFailed and KeyboardInterrupt."""
@@ -57,7 +57,7 @@ class Finals:
         if not self.bench.target.restartable:
             return as_it_runs(baseline, self.bench.target.name, slo, ended)
         worth = [c for c in study.candidates() if self._worth_confirming(c, baseline)]
-        first = next(iter(self._rehearsed(worth)), None)
+        first = next(iter(self._presimulated(worth)), None)
         if first is None:
             return without_confirmation(study.results, baseline, study.space, slo, ended)
         if baseline.status == "failed":
@@ -69,19 +69,19 @@ class Finals:
             if outcome.kind == "better" or not pairs or not (safer := study.candidates(refused=candidate)):
                 break
             observer.note(f"{outcome.sentence}. There is time for the next best")
-            candidate = self._rehearsed(safer)[0]
+            candidate = self._presimulated(safer)[0]
             outcome = self._confirmed(candidate, baseline, pairs)
         return outcome
 
-    def _rehearsed(self, candidates: Sequence[TrialResult]) -> list[TrialResult]:
+    def _presimulated(self, candidates: Sequence[TrialResult]) -> list[TrialResult]:
         """First those that a simulation expects to come through, where there is one."""
-        if self.rehearsal is None:
+        if self.presimulation is None:
             return list(candidates)
-        self.bench.observer.step("rehearsing the confirmation in simulation")
-        fates = {r.number: self.rehearsal.fate(r.config) for r in candidates[:MOST]}
-        if fates:
-            self.bench.observer.note(describe_fates(fates))
-        return sorted(candidates, key=lambda r: fates.get(r.number, Fate.REFUSED))
+        self.bench.observer.step("simulating the confirmation")
+        forecasts = {r.number: self.presimulation.forecast(r.config) for r in candidates[:MOST]}
+        if forecasts:
+            self.bench.observer.note(describe_forecasts(forecasts))
+        return sorted(candidates, key=lambda r: forecasts.get(r.number, Forecast.REFUSED))
 
     def _first_pairs(self) -> int:
         """Of the first candidate: all that is left of the budget, unless half of it is enough for proof."""

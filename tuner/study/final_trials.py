@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tuner.search.study import Study
 from tuner.study.budget import MAX_PAIRS, Clock, Plan
-from tuner.study.presimulation import Rehearsal
+from tuner.study.presimulation import Presimulation
 
 SURE_TRIALS = 2
 """Of the last trials, those before which a simulation is asked what holds on other loads."""
@@ -19,14 +19,14 @@ ENOUGH = 10
 
 
 @dataclass(frozen=True)
-class Endgame:
+class FinalTrials:
     """Queues trials. ``spending``: counts what passes meanwhile for a purpose."""
 
     study: Study
     plan: Plan
     clock: Clock
     spending: Callable[[str], AbstractContextManager[None]]
-    rehearsal: Rehearsal | None = None
+    presimulation: Presimulation | None = None
 
     def begin(self, left: int) -> None:
         """Queue what is due when only so many trials are ``left``."""
@@ -48,7 +48,7 @@ class Endgame:
         if best is None:
             return False
         changed = [flag for flag in space.flags if flag in space.changes(best.config)]
-        simpler = [(self.study.without_idle(best.config), "best without what seems to do nothing")]
+        simpler = [(self.study.without_inactive(best.config), "best without what seems to do nothing")]
         for flag in reversed(changed[1:]):
             simpler.append(({**best.config, flag: space.baseline[flag]}, f"best without {flag}"))
         queued = [self.study.enqueue(config, why) for config, why in simpler if not space.refusals(config)]
@@ -56,26 +56,35 @@ class Endgame:
 
     def _sure(self) -> bool:
         """The best config of which a simulation is sure, if it was not tried."""
-        if self.rehearsal is None:
+        if self.presimulation is None:
             return False
         with self.spending("simulation"):
-            config = self.rehearsal.best()
+            config = self.presimulation.best()
         why = "simulated on other loads: holds every bound"
         return config is not None and self.study.enqueue(config, why)
 
     def _close(self, left: int) -> bool:
         """Configs of which a repeat could change what is recommended, and the baseline to compare them with,
-        under a draw of the load that nobody had.
+        under a set of requests that nobody had.
         """
-        baseline, draw = self.study.baseline, 1 + max((r.draw for r in self.study.results), default=0)
-        if left < 2 or draw > REPEATS or self.study.repeating or not baseline or not baseline.measurement:
+        baseline, request_set = (
+            self.study.baseline,
+            1 + max((r.request_set for r in self.study.results), default=0),
+        )
+        if (
+            left < 2
+            or request_set > REPEATS
+            or self.study.repeating
+            or not baseline
+            or not baseline.measurement
+        ):
             return False
         chosen = self.study.close()[: min(MOST_REPEATED, left - 1)]
         if not chosen or not self._spares(1 + len(chosen)):
             return False
         for result in (baseline, *chosen):
             why = f"trial {result.number} again, on other requests: it is close"
-            self.study.enqueue(result.config, why, draw=draw)
+            self.study.enqueue(result.config, why, request_set=request_set)
         return True
 
     def _spares(self, trials: int) -> bool:

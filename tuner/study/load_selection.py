@@ -18,7 +18,7 @@ from servers.start_log import read_start_log
 from tuner.job.job import DEFAULT_RUN_SECONDS, Job
 from tuner.job.options import Replay
 from tuner.runs.load import Load, Traffic
-from tuner.runs.profiling import OFFERED_SHARE, Survey, find_capacity, fitting_scale, time_alone
+from tuner.runs.profiling import OFFERED_SHARE, Profile, find_capacity, fitting_scale, time_alone
 from tuner.runs.replay import ReplayLoad, read_replay
 from tuner.space.knobs import started_with
 from tuner.space.space import Surroundings, effective
@@ -33,8 +33,8 @@ CAPACITY_SHARE = 0.5
 
 
 @dataclass
-class Offer:
-    """What ``job`` offers; a survey of a server says the rest."""
+class LoadSelection:
+    """What ``job`` offers; a profile of a server says the rest."""
 
     job: Job
     slo: Slo
@@ -57,36 +57,36 @@ class Offer:
             return self.job.rate
         return self.trace.rate * self.job.replay["rate_scale"]
 
-    def known(self, survey: Survey) -> bool:
+    def known(self, profile: Profile) -> bool:
         """Whether there is a load: not before some server came up, unless the job says."""
-        return self.trace is not None or (survey.rate or survey.concurrency) is not None
+        return self.trace is not None or (profile.rate or profile.concurrency) is not None
 
-    def load(self, survey: Survey) -> Traffic:
-        """The load of every trial; the survey must know one."""
+    def load(self, profile: Profile) -> Traffic:
+        """The load of every trial; the profile must know one."""
         if self.trace is not None:
-            return self._replayed(survey)
-        workload = self.workload(survey.max_model_len, survey.scale)
-        return Load(workload, self.job.seed, survey.run_seconds, survey.rate, survey.concurrency)
+            return self._replayed(profile)
+        workload = self.workload(profile.max_model_len, profile.scale)
+        return Load(workload, self.job.seed, profile.run_seconds, profile.rate, profile.concurrency)
 
-    def levels(self, survey: Survey) -> tuple[float, ...]:
+    def levels(self, profile: Profile) -> tuple[float, ...]:
         """Levels of load to compare configs at, once there is a best one; rising, () for none."""
         if self.job.loads is not None:
             return self.job.loads
-        return self.load(survey).levels() if self.known(survey) else ()
+        return self.load(profile).levels() if self.known(profile) else ()
 
     def workload(self, max_model_len: int, scale: float | None) -> Workload:
         return workload_of(
             self.job.workload, max_model_len=max_model_len, vocab_size=DEFAULT_VOCAB_SIZE, scale=scale
         )
 
-    def _replayed(self, survey: Survey) -> ReplayLoad:
-        job, kept, max_model_len = self.job, self._kept, survey.max_model_len
+    def _replayed(self, profile: Profile) -> ReplayLoad:
+        job, kept, max_model_len = self.job, self._kept, profile.max_model_len
         assert job.replay is not None, "there is a trace where it is replayed"
         assert self.trace is not None
         if max_model_len not in kept:
             replay = Replay.from_json(job.replay)
             kept[max_model_len] = ReplayLoad.of(
-                replay, self.trace, job.seed, survey.run_seconds, max_model_len, concurrency=job.concurrency
+                replay, self.trace, job.seed, profile.run_seconds, max_model_len, concurrency=job.concurrency
             )
         return kept[max_model_len]
 
@@ -97,10 +97,10 @@ class Offer:
 
     # What a server tells.
 
-    def survey(self, server: OpenTarget) -> Survey:
+    def profile(self, server: OpenTarget) -> Profile:
         """Ask and time the server. Raises RunFailed, Stuck, KeyboardInterrupt."""
         job, observer = self.job, self.bench.observer
-        context = server.max_model_len or self.blind_survey().max_model_len
+        context = server.max_model_len or self.assumed_profile().max_model_len
         observer.step("timing a lone request")
         alone = time_alone(server, context, job.seed, self.bench.run)
         scale = job.scale or fitting_scale(job.workload, context, alone.prefill_speed)
@@ -111,7 +111,7 @@ class Offer:
             + ("" if alone.steady else " (no two requests took the same: is the server used by others?)")
             + (f"; load: {workload.description}" if self.trace is None else "")
         )
-        survey = Survey(
+        profile = Profile(
             context,
             server.start_seconds,
             alone.prefill_speed,
@@ -121,12 +121,12 @@ class Offer:
             run_seconds=self._run_seconds(server.start_seconds),
             lone_itl=alone.itl,
         )
-        if not self.known(survey):
-            survey = self._measured(survey, workload, server)
-            observer.note(survey.describe())
-        return survey
+        if not self.known(profile):
+            profile = self._measured(profile, workload, server)
+            observer.note(profile.describe())
+        return profile
 
-    def _measured(self, survey: Survey, workload: Workload, server: OpenTarget) -> Survey:
+    def _measured(self, profile: Profile, workload: Workload, server: OpenTarget) -> Profile:
         """With a rate, or a concurrency, by what the server can do."""
         self.bench.observer.step("finding the capacity in a closed loop")
         seqs = effective(self.job.flags, self.job.server)["max_num_seqs"]
@@ -134,8 +134,8 @@ class Offer:
         found = find_capacity(server, workload, self.job.seed, seconds, self.bench.run, seqs)
         _, concurrency, rate = found[-1]
         if self.slo.saturated:
-            return replace(survey, capacity=found, concurrency=concurrency)
-        return replace(survey, capacity=found, rate=OFFERED_SHARE * rate)
+            return replace(profile, capacity=found, concurrency=concurrency)
+        return replace(profile, capacity=found, rate=OFFERED_SHARE * rate)
 
     def _run_seconds(self, start_seconds: float) -> float:
         """As asked for. Else what a start takes, which every trial pays anyway: a run as long makes the trial
@@ -147,13 +147,13 @@ class Offer:
         most = LONGEST_RUN if job.budget is None else min(LONGEST_RUN, RUN_SHARE * job.budget)
         return max(DEFAULT_RUN_SECONDS, min(start_seconds, most))
 
-    def blind_survey(self) -> Survey:
+    def assumed_profile(self) -> Profile:
         """For a baseline that does not come up: what the job and the program say."""
         context = self.job.flags.get("max_model_len")
         version = (self.flags.version if self.flags else None) or ""
         server = self.job.server
         told = read_start_log("", KINDS[server], self.job.flags, started_with(server), version=version)
-        return Survey(
+        return Profile(
             max_model_len=context if isinstance(context, int) else FALLBACK_CONTEXT,
             start_seconds=math.nan,
             prefill_speed=math.nan,
@@ -165,15 +165,15 @@ class Offer:
             known=told.flags,
         )
 
-    def surroundings(self, survey: Survey) -> Surroundings:
-        """What the survey and the workload say about the space."""
+    def surroundings(self, profile: Profile) -> Surroundings:
+        """What the profile and the workload say about the space."""
         longest = mean = None
         if self.trace is None:
-            classes = self.workload(survey.max_model_len, survey.scale).classes
+            classes = self.workload(profile.max_model_len, profile.scale).classes
             longest = max(c.prompt.high + c.output.high for c in classes)
             shares = sum(c.weight for c in classes)
             mean = sum(c.weight * (c.prompt.mean + c.output.mean) for c in classes) / shares
-        memory = MemoryPlan(**survey.memory) if survey.memory else None
+        memory = MemoryPlan(**profile.memory) if profile.memory else None
         return Surroundings(
-            self.job.server, survey.max_model_len, longest, mean, offered=self.flags, memory=memory
+            self.job.server, profile.max_model_len, longest, mean, offered=self.flags, memory=memory
         )

@@ -67,7 +67,7 @@ class Advice:
 def compare_loads(optimizer: Optimizer, outcome: Outcome) -> Advice | None:
     """Advice by load for a study that came to a config; None where no loads are asked for, or none was
     measured. Ctrl-C ends it and keeps what there is. Raises nothing of a server's."""
-    levels = optimizer.offer.levels(optimizer.survey)
+    levels = optimizer.load_selection.levels(optimizer.profile)
     if len(levels) < 2 or outcome.kind not in ("better", "baseline"):
         return None
     work = _Comparison(optimizer, levels)

@@ -19,9 +19,9 @@ from servers.slo.objective import Slo, parse_slo
 from servers.start_log import LINES, read_start_log
 from tuner.job.job import Job
 from tuner.runs.load import Traffic, span
-from tuner.runs.profiling import Survey
+from tuner.runs.profiling import Profile
 from tuner.runs.result import BASELINE, TrialResult
-from tuner.search.fitted_simulator import NoSketch, Sketch, draw
+from tuner.search.fitted_simulator import CannotFit, FittedSimulator, fit_simulator
 from tuner.search.from_doctor import Hints, of_trial, prescribed
 from tuner.search.initial_design import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
 from tuner.search.model import ModelStrategy
@@ -32,14 +32,14 @@ from tuner.space.file import SpaceFile
 from tuner.space.knobs import started_with
 from tuner.space.space import Config, build_space, describe_changes, effective
 from tuner.study.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
-from tuner.study.candidate_confirmation import Finals
+from tuner.study.candidate_confirmation import CandidateConfirmation
 from tuner.study.cost import SPENT_ON
-from tuner.study.final_trials import Endgame
-from tuner.study.load_selection import Offer
+from tuner.study.final_trials import FinalTrials
+from tuner.study.load_selection import LoadSelection
 from tuner.study.outcome import Outcome, describe_trial, label, unseen_stalls
-from tuner.study.presimulation import Rehearsal
+from tuner.study.presimulation import Presimulation
 from tuner.study.trial import Attempt, Bench, ClientKilled, Criteria, ServerFailed, SetupFailed
-from tuner.workers.coordination import Crew
+from tuner.workers.coordination import Coordination
 
 FEW = 10
 """Trials below which a practitioner's starting point is tried also where a prior knows better."""
@@ -58,19 +58,19 @@ class Optimizer:
     job: Job
     bench: Bench
     record: optuna.Study
-    crew: Crew = field(default_factory=Crew)
+    coordination: Coordination = field(default_factory=Coordination)
     simulator: Callable[[], Target | None] = lambda: None
     """Makes what the prior simulates configs on, once no server runs; None: nothing to simulate with."""
     study: Study = field(init=False)
-    survey: Survey = field(init=False)
+    profile: Profile = field(init=False)
     plan: Plan | None = field(init=False, default=None)
-    rehearsal: Rehearsal | None = field(init=False, default=None)
-    drawn: Sketch | None = field(init=False, default=None)
-    """The sketch of the baseline, where that is the prior."""
+    presimulation: Presimulation | None = field(init=False, default=None)
+    fitted: FittedSimulator | None = field(init=False, default=None)
+    """Fitted to the baseline, where that is the prior."""
 
     def __post_init__(self) -> None:
         self.slo: Slo = parse_slo(self.job.slo)
-        self.offer = Offer(self.job, self.slo, self.bench)
+        self.load_selection = LoadSelection(self.job, self.slo, self.bench)
         self.clock = Clock(self.record.user_attrs.get("spent", 0.0), self.bench.target.clock)
         self.observer = self.bench.observer
 
@@ -86,7 +86,7 @@ class Optimizer:
         """
         try:
             self.observer.phase("baseline")
-            with self.crew.sole("baseline", self._baseline_told):
+            with self.coordination.sole("baseline", self._baseline_told):
                 self._baseline()
             self._ask_prior()
             self._make_plan()
@@ -94,7 +94,7 @@ class Optimizer:
             while True:
                 ended, known = self._search(), self.launched()
                 # What others found out meanwhile may be reason to go on, or they have queued more.
-                if self.crew.settled(self.study) and self.launched() == known:
+                if self.coordination.settled(self.study) and self.launched() == known:
                     return ended
         finally:
             self._save_spent()
@@ -103,14 +103,14 @@ class Optimizer:
         """Confirm the best on fresh runs. Raises as :meth:`search`."""
         try:
             with self.spending("confirmation"):
-                return self._finals(ended).outcome()
+                return self._candidate_confirmation(ended).outcome()
         finally:
             self._save_spent()
 
-    def _finals(self, ended: str) -> Finals:
+    def _candidate_confirmation(self, ended: str) -> CandidateConfirmation:
         assert self.plan is not None, "the confirmation follows the plan"
         job, slo, study = self.job, self.slo, self.study
-        return Finals(
+        return CandidateConfirmation(
             job,
             slo,
             self.bench,
@@ -120,7 +120,7 @@ class Optimizer:
             lambda: self.load,
             self.flags,
             ended,
-            self.rehearsal,
+            self.presimulation,
         )
 
     @contextmanager
@@ -140,7 +140,7 @@ class Optimizer:
 
     @property
     def begun(self) -> bool:
-        """True once there is a study: the device is surveyed, the space known."""
+        """True once there is a study: the device is profiled, the space known."""
         return hasattr(self, "study")
 
     def interrupted(self) -> Outcome:
@@ -157,26 +157,26 @@ class Optimizer:
     # The baseline, and what is learnt with it.
 
     def _baseline(self) -> None:
-        """Measure the user's config, unless the study has it; survey the device on the same server."""
-        if saved := self.record.user_attrs.get("survey"):
-            self._begin(Survey.from_json(saved))
-            if dead := self.crew.recover(self.study):
+        """Measure the user's config, unless the study has it; profile the device on the same server."""
+        if saved := self.record.user_attrs.get("profile"):
+            self._begin(Profile.from_json(saved))
+            if dead := self.coordination.recover(self.study):
                 self.observer.note(f"{dead} trial(s) whose process died will be tried again")
             if self.study.baseline is None:
                 self._trial(self._proposed_baseline())
             return
-        if (offered := self.offer.flags) is not None and offered.version:
+        if (offered := self.load_selection.flags) is not None and offered.version:
             self.observer.note(f"{offered.program}: version {offered.version}")
         began = self.bench.target.clock()
         try:
             with self.bench.open(self.job.flags) as server:
                 told = self._start_log(server)  # before a load fills its log
-                with self.spending("survey"):
-                    survey = self.offer.survey(server)
-                self._begin(replace(survey, **told))
+                with self.spending("profile"):
+                    profile = self.load_selection.profile(server)
+                self._begin(replace(profile, **told))
                 self._trial(self._proposed_baseline(), server)
         except ServerFailed as failure:
-            self._begin(self.offer.blind_survey())
+            self._begin(self.load_selection.assumed_profile())
             proposal = self._proposed_baseline()
             attempt = Attempt(self.bench, proposal)
             attempt.begun = began  # a server that hangs as it starts has cost its time
@@ -188,39 +188,39 @@ class Optimizer:
         return any(r and r["origin"] == BASELINE and r["status"] != "interrupted" for r in told)
 
     def _proposed_baseline(self) -> Proposal:
-        with self.crew.turn(self.study):
+        with self.coordination.turn(self.study):
             self.study.enqueue(self.study.space.baseline, BASELINE)
             proposal = self.study.propose()
             assert proposal is not None, "a baseline that has not been measured can always be proposed"
-            self.crew.begins(proposal)
+            self.coordination.begins(proposal)
         return proposal
 
-    def _begin(self, survey: Survey) -> None:
-        """With the survey there is a space, and with the space there is a study."""
-        self.survey = survey
-        self._save("survey", survey.to_json())
+    def _begin(self, profile: Profile) -> None:
+        """With the profile there is a space, and with the space there is a study."""
+        self.profile = profile
+        self._save("profile", profile.to_json())
         job = self.job
-        baseline = effective({**survey.known, **job.flags}, job.server)
+        baseline = effective({**profile.known, **job.flags}, job.server)
         space = build_space(
             baseline,
-            survey.max_model_len,
+            profile.max_model_len,
             fix=job.fix,
             vary=job.vary,
-            around=self.offer.surroundings(survey),
+            around=self.load_selection.surroundings(profile),
             file=SpaceFile.of(job.space) if job.space else None,
         )
         for note in space.notes:
             self.observer.note(note)
-        seed = self.job.seed + self.crew.seed_offset  # or two workers would propose the same
+        seed = self.job.seed + self.coordination.seed_offset  # or two workers would propose the same
         self.study = Study(
             self.record, space, self.slo.objective, seed, make_strategy(self.job.strategy, seed)
         )
         self.study.bounds, self.study.relative = self.slo.bounds, self.slo.relative
-        if self.offer.trace is not None:
+        if self.load_selection.trace is not None:
             self.observer.note(f"load: {self.load.description}")
 
     def _start_log(self, server: OpenTarget) -> dict[str, Any]:
-        """What the start of the baseline's server tells, as fields of a survey."""
+        """What the start of the baseline's server tells, as fields of a profile."""
         job, log = self.job, server.log_tail(LINES)
         told = read_start_log(
             log,
@@ -236,20 +236,20 @@ class Optimizer:
 
     def _load(self, server: OpenTarget) -> Traffic:
         """The load of every trial; found out on the first server that comes up."""
-        if not self.offer.known(self.survey):
-            self.survey = self.offer.survey(server)
-            self._save("survey", self.survey.to_json())
+        if not self.load_selection.known(self.profile):
+            self.profile = self.load_selection.profile(server)
+            self._save("profile", self.profile.to_json())
         return self.load
 
     @property
     def load(self) -> Traffic:
         """The load of every trial, once it is known."""
-        return self.offer.load(self.survey)
+        return self.load_selection.load(self.profile)
 
     def _ask_prior(self) -> None:
         """Give the search a simulation to begin with. What that takes is spent from the budget."""
         strategy = self.study.strategy
-        if not isinstance(strategy, ModelStrategy) or not self.offer.known(self.survey):
+        if not isinstance(strategy, ModelStrategy) or not self.load_selection.known(self.profile):
             return
         with self.spending("simulation"):
             self.observer.step("making a simulation")
@@ -258,31 +258,33 @@ class Optimizer:
             strategy.prior = prior = SimulatedPrior(simulator, self.load, self.slo, self.flags)
             self.observer.note(f"prior: {prior.source}")
             baseline = self.study.baseline
-            close = self.drawn is None or self.drawn.faithful(self.slo)
+            close = self.fitted is None or self.fitted.faithful(self.slo)
             if baseline is not None and baseline.feasible and close:
-                self.rehearsal = Rehearsal(prior, self.load, self.slo, baseline.config)
+                self.presimulation = Presimulation(prior, self.load, self.slo, baseline.config)
 
-    def sketch(self) -> Target | None:
-        """What to simulate configs on where nothing is known but the baseline; drawn once for the study."""
-        if saved := self.record.user_attrs.get("sketch"):
-            self.drawn = Sketch.from_json(saved)
-            return self.drawn.target
+    def fit_simulator(self) -> Target | None:
+        """What to simulate configs on where nothing is known but the baseline; fitted once per study."""
+        if saved := self.record.user_attrs.get("fitted_simulator"):
+            self.fitted = FittedSimulator.from_json(saved)
+            return self.fitted.target
         assert self.study.baseline is not None, "the baseline is told before a prior is asked for"
         try:
             shape = shape_of(self.job.model)
-            self.drawn = draw(self.survey, self.study.baseline, self.load.rungs(), self.slo, shape)
-        except NoSketch as reason:
+            self.fitted = fit_simulator(self.profile, self.study.baseline, self.load.rungs(), self.slo, shape)
+        except CannotFit as reason:
             self.observer.note(f"no prior: {reason}")
             return None
-        self._save("sketch", self.drawn.to_json())
-        return self.drawn.target
+        self._save("fitted_simulator", self.fitted.to_json())
+        return self.fitted.target
 
     def _make_plan(self) -> None:
         """Needs the baseline's costs; one that failed is taken to cost what a run takes."""
         baseline = self.study.baseline
         assert baseline is not None, "the baseline is told before the plan is made"
         start, total = baseline.seconds["start"], baseline.seconds["total"]
-        seconds = self.load.run_seconds if self.offer.known(self.survey) else self.survey.run_seconds
+        seconds = (
+            self.load.run_seconds if self.load_selection.known(self.profile) else self.profile.run_seconds
+        )
         run = max(
             seconds, seconds + (total - start - seconds) / 2
         )  # a trial has two loads, and so two drains
@@ -306,16 +308,18 @@ class Optimizer:
 
     def _loads_seconds(self, start: float) -> float:
         """What is kept of the budget for the comparison at other loads."""
-        if self.job.budget is None or not self.offer.levels(self.survey):
+        if self.job.budget is None or not self.load_selection.levels(self.profile):
             return 0.0
-        spans = sum(span(self.load.at_level(level, 0)) + PAUSE for level in self.offer.levels(self.survey))
+        spans = sum(
+            span(self.load.at_level(level, 0)) + PAUSE for level in self.load_selection.levels(self.profile)
+        )
         return min(LOADS_SHARE * self.job.budget, LOADS_CONFIGS * (start + spans))
 
     # The search.
 
     def _search(self) -> str:
         """Trials until there is a reason to stop, which is returned."""
-        with self.crew.turn(self.study):
+        with self.coordination.turn(self.study):
             left = self._trials_left()
             self._take_hints(left)
             number = self.study.strategy.starts or int(left < FEW)
@@ -324,23 +328,23 @@ class Optimizer:
             for flags, why in (*itertools.islice(self._prescribed(), most), *starts):
                 self.study.enqueue(flags, why)
         while True:
-            with self.crew.turn(self.study):
+            with self.coordination.turn(self.study):
                 if over := self._over():
                     return over
-                self._endgame.begin(self._trials_left())
+                self._final_trials.begin(self._trials_left())
                 with self.spending("choosing"):
                     proposal = self.study.propose()
                 if proposal is None:
-                    if self._endgame.go_on(self._trials_left()):
+                    if self._final_trials.go_on(self._trials_left()):
                         continue
                     return self.study.strategy.exhausted
-                self.crew.begins(proposal)
+                self.coordination.begins(proposal)
             self._trial(proposal)
 
     @property
-    def _endgame(self) -> Endgame:
+    def _final_trials(self) -> FinalTrials:
         assert self.plan is not None, "the search follows the plan"
-        return Endgame(self.study, self.plan, self.clock, self.spending, self.rehearsal)
+        return FinalTrials(self.study, self.plan, self.clock, self.spending, self.presimulation)
 
     def _take_hints(self, left: int) -> None:
         """In the first half of all trials."""
@@ -358,13 +362,13 @@ class Optimizer:
 
     def _starting_points(self) -> Iterator[tuple[Mapping[str, Any], str]]:
         baseline = self.study.space.baseline
-        speed = self.survey.prefill_speed
+        speed = self.profile.prefill_speed
         if math.isnan(speed):  # then the baseline's budget is taken for what the device's default should be
             speed = REFERENCE_PREFILL * baseline["max_num_batched_tokens"] / REFERENCE_TOKENS
         told = self.study.baseline
         running = (told.peak_running if told else None) or min(DEFAULT_RUNNING, baseline["max_num_seqs"])
         pace = told.measurement.value("itl_p50") if told and told.measurement else math.nan
-        return starting_points(self.slo, baseline, speed, running, pace, self.survey.concurrency)
+        return starting_points(self.slo, baseline, speed, running, pace, self.profile.concurrency)
 
     def _over(self) -> str:
         """Why the search must end now; "" while it may go on."""
@@ -444,7 +448,7 @@ class Optimizer:
         repeats, which the study judges once it has the baseline's own.
         """
         baseline, best = self.study.baseline, self.study.best()
-        if proposal.draw:
+        if proposal.request_set:
             return Criteria(self.slo, self.slo.resolve(lambda metric, cls: math.nan))
         if baseline is None or baseline.measurement is None or baseline.short is None:
             unmeasured = self.slo.resolve(lambda metric, cls: math.nan)

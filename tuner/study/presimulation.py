@@ -22,7 +22,7 @@ from tuner.space.config import Config, config_key
 from tuner.study.confirmation import judge_runs
 
 MOST = 24
-"""Configs that are rehearsed at once."""
+"""Configs that are presimulated at once."""
 ALIKE = 0.02
 """Objectives that differ by less (in logarithm) are the same."""
 CHANGE = 0.05
@@ -31,7 +31,7 @@ PAIRS, FIRST = 6, 64
 """Pairs of simulated runs, and the first seed's place: behind those of any confirmation."""
 
 
-class Fate(IntEnum):
+class Forecast(IntEnum):
     SURE = 0
     """Every bound is held by the whole of its interval."""
     LIKELY = 1
@@ -39,7 +39,7 @@ class Fate(IntEnum):
     REFUSED = 2
 
 
-class Rehearsal:
+class Presimulation:
     """Of configs against ``baseline``; each is simulated once."""
 
     def __init__(self, prior: SimulatedPrior, load: Traffic, slo: Slo, baseline: Config) -> None:
@@ -47,17 +47,17 @@ class Rehearsal:
         self._schedules = [load.confirmation(seed) for seed in seeds]
         self._prior, self._slo, self._baseline = prior, slo, baseline
         self._own = self._runs(baseline)
-        self._fates: dict[str, Fate] = {}
+        self._forecasts: dict[str, Forecast] = {}
 
-    def fate(self, config: Config) -> Fate:
+    def forecast(self, config: Config) -> Forecast:
         key = config_key(config)
-        if key not in self._fates:
-            self._fates[key] = self._judged(self._runs(config))
-        return self._fates[key]
+        if key not in self._forecasts:
+            self._forecasts[key] = self._judged(self._runs(config))
+        return self._forecasts[key]
 
-    def known(self, config: Config) -> Fate | None:
+    def known(self, config: Config) -> Forecast | None:
         """What was found already."""
-        return self._fates.get(config_key(config))
+        return self._forecasts.get(config_key(config))
 
     def best(self) -> Config | None:
         """Of what the prior knows, the sure config with the best objective; a change must be worth it."""
@@ -84,23 +84,28 @@ class Rehearsal:
         for found in sorted(filter(promising, known.values()), key=cost):
             alike.setdefault(round(math.log(found.values[objective.name]) / ALIKE), found.config)
         tried = itertools.islice(alike.values(), MOST)
-        return next((config for config in tried if self.fate(config) is Fate.SURE), None)
+        return next((config for config in tried if self.forecast(config) is Forecast.SURE), None)
 
     def _runs(self, config: Config) -> list[Run]:
         return self._prior.runs(config, self._schedules)
 
-    def _judged(self, runs: list[Run]) -> Fate:
+    def _judged(self, runs: list[Run]) -> Forecast:
         if not runs or not self._own:
-            return Fate.REFUSED
+            return Forecast.REFUSED
         expected = judge_runs(self._own, runs, self._slo, trial=0, baseline_feasible=True)
         if not expected.confirmed:
-            return Fate.REFUSED
-        return Fate.SURE if expected.surely_holds(self._slo.relative) else Fate.LIKELY
+            return Forecast.REFUSED
+        return Forecast.SURE if expected.surely_holds(self._slo.relative) else Forecast.LIKELY
 
 
-def describe_fates(fates: Mapping[int, Fate]) -> str:
-    """How trials, by their numbers, fared in a rehearsal."""
-    words = {Fate.SURE: "sure to hold", Fate.LIKELY: "likely to hold", Fate.REFUSED: "refused"}
-    fared = {fate: [str(number) for number, own in fates.items() if own is fate] for fate in sorted(Fate)}
-    said = [f"{words[fate]}: trial {', '.join(numbers)}" for fate, numbers in fared.items() if numbers]
-    return f"rehearsed in simulation on fresh requests; {'; '.join(said)}"
+def describe_forecasts(forecasts: Mapping[int, Forecast]) -> str:
+    """How trials, by their numbers, fared in a presimulation."""
+    words = {Forecast.SURE: "sure to hold", Forecast.LIKELY: "likely to hold", Forecast.REFUSED: "refused"}
+    fared = {
+        forecast: [str(number) for number, own in forecasts.items() if own is forecast]
+        for forecast in sorted(Forecast)
+    }
+    said = [
+        f"{words[forecast]}: trial {', '.join(numbers)}" for forecast, numbers in fared.items() if numbers
+    ]
+    return f"simulated on fresh requests; {'; '.join(said)}"

@@ -26,7 +26,7 @@ from tuner.runs.measure import Run, measure
 from tuner.runs.result import SERVES, Measurement, Status, TrialResult
 from tuner.runs.rungs import reason_to_stop
 from tuner.runs.scrape import read_figures
-from tuner.runs.watchdog import Patience
+from tuner.runs.watchdog import Watchdog
 from tuner.search.study import Proposal
 from tuner.study.observer import Observer
 
@@ -89,14 +89,14 @@ class Bench:
         """One load. Raises RunFailed, KeyboardInterrupt, and Stuck when it takes far too long."""
         seconds = span(schedule)
         limit = PATIENCE_SECONDS + PATIENCE_FACTOR * seconds
-        with self.interrupts.load() as stop, Patience(limit, stop, renewed=not seconds) as patience:
+        with self.interrupts.load() as stop, Watchdog(limit, stop, renewed=not seconds) as watchdog:
 
             def progress(report: Progress) -> None:
-                patience.answered(report.finished)
+                watchdog.answered(report.finished)
                 self.observer.load(report)
 
             records = server.run(schedule, progress=progress, stop=stop)
-        if patience.exhausted and records.partial:
+        if watchdog.exhausted and records.partial:
             if not seconds:
                 raise Stuck(f"no request of {len(schedule.requests)} was answered for {limit:.0f} s")
             raise Stuck(f"a load of {seconds:.0f} s had not ended after {limit:.0f} s")
@@ -183,7 +183,7 @@ class Attempt:
     def measure(self, server: OpenTarget, load: Traffic, criteria: Criteria) -> TrialResult:
         """Both rungs on a server that is up, or one where that is enough. Raises RunFailed, Stuck."""
         self.start_seconds = server.start_seconds
-        short_load, rest = load.rungs(self.proposal.draw)
+        short_load, rest = load.rungs(self.proposal.request_set)
         broken = self._rung(server, short_load, "load 1 of 2")
         if broken:
             return self.failed(broken, server.log_tail())
@@ -262,7 +262,7 @@ class Attempt:
                 "total": self.bench.target.clock() - self.begun,
             },
             records=tuple(self.files),
-            draw=self.proposal.draw,
+            request_set=self.proposal.request_set,
             **parts,
         )
 

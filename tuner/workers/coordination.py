@@ -7,8 +7,8 @@ study NAME there is a second one, ``NAME/workers``, whose trials are not configs
 - tickets: one for each time that a worker asks for something of which there must be one. The running ticket
   with the lowest number holds it. Numbers are given by the database, so that there is no race to win.
 
-Only one worker at a time proposes (:meth:`Crew.turn`), and all measure at the same time. A trial names its
-worker; one whose worker is dead is queued again in somebody's next turn.
+Only one worker at a time proposes (:meth:`Coordination.turn`), and all measure at the same time. A trial
+names its worker; one whose worker is dead is queued again in the next turn.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SEED_STEP = 7919
 """Between the seeds of two workers' samplers: more than a study has trials."""
 
 
-class Crew:
+class Coordination:
     """The workers of a study that this process has to itself: there is nobody to wait for."""
 
     shared = False
@@ -64,7 +64,7 @@ class Crew:
         return True
 
 
-class SharedCrew(Crew):
+class SharedCoordination(Coordination):
     """One of the workers of a study on a shared storage. A context manager: within it, the worker lives."""
 
     shared = True
@@ -91,7 +91,7 @@ class SharedCrew(Crew):
         self.id = ""
         self._enlist()
 
-    def __enter__(self) -> SharedCrew:
+    def __enter__(self) -> SharedCoordination:
         self._pulse.start()
         return self
 
@@ -158,7 +158,7 @@ class SharedCrew(Crew):
         self.seed_offset = SEED_STEP * number
         study_id = self._storage.get_study_id_from_name(self._desk.study_name)
         self._pulse.trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
-        self._storage.patience.call(self._pulse.beat)
+        self._storage.retry.call(self._pulse.beat)
         self._warn_of_others()
 
     def _warn_of_others(self) -> None:
@@ -263,12 +263,12 @@ def join(
     record: optuna.Study,
     note: Callable[[str], None],
     interrupts: Interrupts,
-) -> AbstractContextManager[Crew]:
+) -> AbstractContextManager[Coordination]:
     """Become one of the study's workers, or the only one where its storage is not shared."""
     if not isinstance(storage, SharedStorage):
-        return contextlib.nullcontext(Crew())
-    storage.patience.notify, storage.patience.hurried = note, lambda: interrupts.seen
-    return SharedCrew(storage, record, Machine.here(), note)
+        return contextlib.nullcontext(Coordination())
+    storage.retry.notify, storage.retry.stopping = note, lambda: interrupts.seen
+    return SharedCoordination(storage, record, Machine.here(), note)
 
 
 class Pulse:

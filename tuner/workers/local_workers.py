@@ -30,7 +30,7 @@ class WorkersError(UserError):
 def shares(devices: Sequence[str], workers: int) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of each worker: equal, neighbouring parts of ``devices``; None without any.
 
-    What an uneven split leaves over stays idle. Raises WorkersError for more workers than devices.
+    What an uneven split leaves over stays unused. Raises WorkersError for more workers than devices.
     """
     if not devices:
         return [None] * workers

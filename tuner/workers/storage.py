@@ -25,7 +25,7 @@ from servers.slo.objective import Objective
 
 SQLITE_BUSY_SECONDS = 60
 CONNECT_SECONDS = 10
-LOOK_SECONDS = 0.5
+MAX_AGE_SECONDS = 0.5
 """So old may be what a worker knows of what the others measure."""
 _ANSWERS = {  # a host that is gone without a word is noticed within half a minute
     "connect_timeout": CONNECT_SECONDS,
@@ -34,7 +34,7 @@ _ANSWERS = {  # a host that is gone without a word is noticed within half a minu
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
 }
-IN_A_HURRY = 5.0
+STOPPING_SECONDS = 5.0
 _HIDDEN = "***"
 _FORMS = "Give e.g. sqlite:///studies.db, or postgresql+psycopg://USER@HOST/DATABASE for many machines."
 _JOB_SECONDS, _JOB_POLLS = 5.0, 25
@@ -58,14 +58,14 @@ class Heartbeat:
 
 
 @dataclass
-class Patience:
+class RetryPolicy:
     """How long an operation waits for a database that does not answer, and between which attempts."""
 
     seconds: float = 600.0
     pause: float = 0.5
     longest_pause: float = 10.0
     notify: Callable[[str], None] = field(default=lambda text: None)
-    hurried: Callable[[], bool] = field(default=lambda: False)
+    stopping: Callable[[], bool] = field(default=lambda: False)
     """Whether the user wants an end: then IN_A_HURRY seconds are enough."""
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
@@ -77,7 +77,7 @@ class Patience:
             try:
                 result = operation(*arguments, **options)
             except StorageInternalError as error:
-                limit = min(self.seconds, IN_A_HURRY) if self.hurried() else self.seconds
+                limit = min(self.seconds, STOPPING_SECONDS) if self.stopping() else self.seconds
                 if not is_away(error.__cause__) or self.clock() - begun + pause > limit:
                     raise
                 if not told:
@@ -112,9 +112,9 @@ class SharedStorage(optuna.storages.RDBStorage):
     ``record_heartbeat`` alone never waits: a beat that is late has no use.
     """
 
-    def __init__(self, url: URL, heartbeat: Heartbeat, patience: Patience, **options: Any) -> None:
-        self.heartbeat, self.patience = heartbeat, patience
-        self._look_seconds = LOOK_SECONDS
+    def __init__(self, url: URL, heartbeat: Heartbeat, retry: RetryPolicy, **options: Any) -> None:
+        self.heartbeat, self.retry = heartbeat, retry
+        self._look_seconds = MAX_AGE_SECONDS
         self._looked: dict[int, float] = {}
         engine: dict[str, Any] = {"pool_pre_ping": True}
         if url.get_backend_name() == "sqlite":
@@ -134,11 +134,11 @@ class SharedStorage(optuna.storages.RDBStorage):
 
         A decision looks at the trials some thirty times, and each time costs a dozen queries.
         """
-        now = self.patience.clock()
+        now = self.retry.clock()
         if now < self._looked.get(study_id, -math.inf) + self._look_seconds:
             return []
         operation = super()._get_trials
-        found: list[FrozenTrial] = self.patience.call(operation, study_id, *arguments, **options)
+        found: list[FrozenTrial] = self.retry.call(operation, study_id, *arguments, **options)
         self._looked[study_id] = now
         return found
 
@@ -150,7 +150,7 @@ class SharedStorage(optuna.storages.RDBStorage):
         storage = SharedStorage(
             make_url(self.url),
             self.heartbeat,
-            self.patience,
+            self.retry,
             skip_compatibility_check=True,
             skip_table_creation=True,
             heartbeat_interval=self.heartbeat.interval,
@@ -180,17 +180,17 @@ class SharedStorage(optuna.storages.RDBStorage):
                     return True
                 raise
 
-        return bool(self.patience.call(attempt))
+        return bool(self.retry.call(attempt))
 
 
-def _patient(name: str) -> Callable[..., Any]:
+def _retrying(name: str) -> Callable[..., Any]:
     operation = getattr(optuna.storages.RDBStorage, name)
 
     @functools.wraps(operation)
     def call(self: SharedStorage, *arguments: Any, **options: Any) -> Any:
         if not name.lstrip("_").startswith("get_"):
             self.refresh()
-        return self.patience.call(operation, self, *arguments, **options)
+        return self.retry.call(operation, self, *arguments, **options)
 
     return call
 
@@ -206,7 +206,7 @@ _BEHIND_THE_CACHE = {
 for _name in (optuna.storages.BaseStorage.__abstractmethods__ | _BEHIND_THE_CACHE) - {
     "set_trial_state_values"
 }:
-    setattr(SharedStorage, _name, _patient(_name))
+    setattr(SharedStorage, _name, _retrying(_name))
 del _name
 
 
@@ -235,7 +235,7 @@ def sqlite_file(url: str) -> Path | None:
 
 
 def open_storage(
-    url: str, heartbeat: Heartbeat | None = None, patience: Patience | None = None
+    url: str, heartbeat: Heartbeat | None = None, retry: RetryPolicy | None = None
 ) -> optuna.storages.RDBStorage:
     """The storage behind an RDB URL such as ``sqlite:///studies.db``. Raises StorageError.
 
@@ -251,7 +251,7 @@ def open_storage(
         try:
             if heartbeat is None:
                 return optuna.storages.RDBStorage(url)
-            return SharedStorage(parsed, heartbeat, patience or Patience())
+            return SharedStorage(parsed, heartbeat, retry or RetryPolicy())
         except Exception as error:  # SQLAlchemy, the driver or Alembic, each with errors of its own
             if attempt < _OPENINGS and _is_race(error):
                 time.sleep(0.2 * attempt)

@@ -84,9 +84,11 @@ def test_html_loads_nothing(texts: dict[str, str]) -> None:
     assert not any("url(" in style or "@import" in style for style in styles)
 
 
-def test_what_was_rehearsed_stands_beside_the_plan(facts: Any, texts: dict[str, str], tmp_path: Path) -> None:
-    said = "rehearsed in simulation on fresh requests; sure to hold: trial 3; refused: trial 7"
-    for path in write_report(dataclasses.replace(facts, rehearsed=said, out=tmp_path)):
+def test_what_was_presimulated_stands_beside_the_plan(
+    facts: Any, texts: dict[str, str], tmp_path: Path
+) -> None:
+    said = "simulated on fresh requests; sure to hold: trial 3; refused: trial 7"
+    for path in write_report(dataclasses.replace(facts, presimulated=said, out=tmp_path)):
         assert said in path.read_text()
         assert said not in texts[path.suffix]
 
@@ -243,13 +245,13 @@ def test_what_nobody_was_ever_short_of_is_said_to_do_nothing(facts: Any, tmp_pat
     without = dataclasses.replace(facts, results=told, out=tmp_path)
     knobs = {knob.name: knob for knob in without.coverage.knobs}
     memory, places = knobs["gpu_memory_utilization"], knobs["max_num_seqs"]
-    assert memory.untried == memory.idle
-    assert {int(word) for word in places.idle} == {int(w) for w in places.untried if int(w) > 128}
-    assert not knobs["max_num_batched_tokens"].idle
+    assert memory.untried == memory.inactive
+    assert {int(word) for word in places.inactive} == {int(w) for w in places.untried if int(w) > 128}
+    assert not knobs["max_num_batched_tokens"].inactive
     pages = [path.read_text() for path in write_report(without)]
     assert ["do nothing: what they change was never short" in page for page in pages] == [False, True, True]
     full = [dataclasses.replace(r, peak_kv_usage=0.9, peak_running=128) for r in told]
-    assert not any(knob.idle for knob in dataclasses.replace(without, results=full).coverage.knobs)
+    assert not any(knob.inactive for knob in dataclasses.replace(without, results=full).coverage.knobs)
 
 
 def test_what_lies_beyond_a_crash_is_said_to_be_forbidden(facts: Any) -> None:

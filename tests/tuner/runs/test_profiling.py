@@ -9,8 +9,8 @@ from analytic_target import AnalyticServer, AnalyticTarget
 from loadgen.plan.workload import preset
 from servers.slo.objective import PRESETS
 from tuner.job.job import Job
-from tuner.runs.profiling import FIRST_BURST, Survey, find_capacity, fitting_scale, time_alone
-from tuner.study.load_selection import Offer
+from tuner.runs.profiling import FIRST_BURST, Profile, find_capacity, fitting_scale, time_alone
+from tuner.study.load_selection import LoadSelection
 from tuner.study.observer import Observer
 
 MIXED = preset("mixed", max_model_len=8192)
@@ -78,19 +78,19 @@ def test_lone_requests_are_timed_until_two_agree(
 
 
 def test_a_survey_survives_the_storage() -> None:
-    survey = Survey(8192, math.nan, 1000.0, ((40, 40, 1.25),), rate=0.875)
-    again = Survey.from_json(survey.to_json())
+    profile = Profile(8192, math.nan, 1000.0, ((40, 40, 1.25),), rate=0.875)
+    again = Profile.from_json(profile.to_json())
     assert math.isnan(again.start_seconds)
-    assert again.capacity == survey.capacity
-    assert again.rate == survey.rate
+    assert again.capacity == profile.capacity
+    assert again.rate == profile.rate
 
 
 def test_a_survey_says_what_it_found() -> None:
-    open_loop = Survey(8192, 1.0, 1000.0, ((40, 40, 1.25),), rate=0.875)
+    open_loop = Profile(8192, 1.0, 1000.0, ((40, 40, 1.25),), rate=0.875)
     assert open_loop.describe() == (
         "capacity 1.25 req/s (40 requests in a closed loop of 40); offered: 0.88 req/s (70%)"
     )
-    closed = Survey(8192, 1.0, 1000.0, ((40, 16, 1.25),), concurrency=16)
+    closed = Profile(8192, 1.0, 1000.0, ((40, 16, 1.25),), concurrency=16)
     assert closed.describe().endswith("measured in a closed loop of 16")
 
 
@@ -121,5 +121,5 @@ def test_a_run_is_as_long_as_a_start(start: float, job: dict[str, Any], seconds:
     served = server()
     served.start_seconds = start
     bench: Any = SimpleNamespace(run=run, observer=Observer())
-    survey = Offer(Job(rate=1.0, **job), PRESETS["itl"], bench).survey(served)
-    assert survey.run_seconds == seconds
+    profile = LoadSelection(Job(rate=1.0, **job), PRESETS["itl"], bench).profile(served)
+    assert profile.run_seconds == seconds

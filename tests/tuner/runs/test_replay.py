@@ -142,7 +142,7 @@ def test_a_study_on_a_trace(tmp_path: Path) -> None:
     assert "trace t.csv (rate x4, lengths x8): 420 requests" in report["load"]
     assert "2 windows of 20 s" in report["load"]
     assert "confirmation on others" in report["load"]
-    assert report["survey"] == "the load was given"
+    assert report["profile"] == "the load was given"
 
 
 @pytest.mark.parametrize(

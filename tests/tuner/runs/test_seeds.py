@@ -22,19 +22,19 @@ def replayed() -> ReplayLoad:
     return ReplayLoad(Trace("short", rows), seed=3, seconds=20.0, max_model_len=4096)
 
 
-@pytest.mark.parametrize(("draw", "first"), [(0, 30_000), (1, 35_002), (2, 35_004)])
-def test_a_closed_loop_is_drawn_in_two_parts(draw: int, first: int) -> None:
-    assert seeds_of(Load(MIXED, 3, 20.0, concurrency=2).rungs(draw)) == [first, first + 1]
+@pytest.mark.parametrize(("request_set", "first"), [(0, 30_000), (1, 35_002), (2, 35_004)])
+def test_a_closed_loop_is_drawn_in_two_parts(request_set: int, first: int) -> None:
+    assert seeds_of(Load(MIXED, 3, 20.0, concurrency=2).rungs(request_set)) == [first, first + 1]
 
 
-@pytest.mark.parametrize(("draw", "first"), [(0, 30_000), (1, 35_002), (2, 35_004)])
-def test_an_open_loop_is_drawn_whole_and_cut(draw: int, first: int) -> None:
-    assert seeds_of(Load(MIXED, 3, 20.0, rate=2.0).rungs(draw)) == [first, first]
+@pytest.mark.parametrize(("request_set", "first"), [(0, 30_000), (1, 35_002), (2, 35_004)])
+def test_an_open_loop_is_drawn_whole_and_cut(request_set: int, first: int) -> None:
+    assert seeds_of(Load(MIXED, 3, 20.0, rate=2.0).rungs(request_set)) == [first, first]
 
 
-@pytest.mark.parametrize(("draw", "first"), [(0, 30_000), (1, 35_001), (2, 35_002)])
-def test_a_window_of_a_trace_is_drawn_whole_and_cut(draw: int, first: int) -> None:
-    assert seeds_of(replayed().rungs(draw)) == [first, first]
+@pytest.mark.parametrize(("request_set", "first"), [(0, 30_000), (1, 35_001), (2, 35_002)])
+def test_a_window_of_a_trace_is_drawn_whole_and_cut(request_set: int, first: int) -> None:
+    assert seeds_of(replayed().rungs(request_set)) == [first, first]
 
 
 @pytest.mark.parametrize("load", [Load(MIXED, 3, 20.0, rate=2.0), replayed()], ids=["made", "recorded"])

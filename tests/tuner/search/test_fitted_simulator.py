@@ -1,4 +1,4 @@
-"""A server drawn from what its baseline measured: on simulated servers, whose step times are known."""
+"""A server fitted to what its baseline measured: on simulated servers, whose step times are known."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from tuner.job.options import Options, Place
 from tuner.runs.interrupts import Interrupts
 from tuner.runs.load import Load, span
 from tuner.runs.measure import Run, measure
-from tuner.runs.profiling import Survey, time_alone
+from tuner.runs.profiling import Profile, time_alone
 from tuner.runs.result import Measurement, Reading, TrialResult
-from tuner.search import fitted_simulator as sketch_module
-from tuner.search.fitted_simulator import NoSketch, Sketch, draw
+from tuner.search import fitted_simulator as fitted_module
+from tuner.search.fitted_simulator import CannotFit, FittedSimulator, fit_simulator
 from tuner.search.prior import PriorError, SimulatedPrior, make_simulator
 from tuner.space.knobs import started_with
 from tuner.space.space import effective
@@ -68,12 +68,14 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> SimulatedTarget:
 
 
 @pytest.fixture(scope="module")
-def survey(truth: SimulatedTarget) -> Survey:
+def profile(truth: SimulatedTarget) -> Profile:
     with truth.open(FLAGS) as server:
         alone = time_alone(server, 4096, 0, lambda to, load: to.run(load))
         told = read_start_log(server.log_tail(), VLLM, FLAGS, started_with("vllm"), proportional=True)
     assert told.memory is not None
-    return Survey(4096, 40.0, alone.prefill_speed, rate=5.0, lone_itl=alone.itl, memory=told.memory.to_json())
+    return Profile(
+        4096, 40.0, alone.prefill_speed, rate=5.0, lone_itl=alone.itl, memory=told.memory.to_json()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -84,46 +86,46 @@ def baseline(truth: SimulatedTarget) -> TrialResult:
 
 
 @pytest.fixture(scope="module")
-def sketch(survey: Survey, baseline: TrialResult) -> Sketch:
-    return draw(survey, baseline, LOAD.rungs(), SLO)
+def fitted(profile: Profile, baseline: TrialResult) -> FittedSimulator:
+    return fit_simulator(profile, baseline, LOAD.rungs(), SLO)
 
 
-def test_a_sketch_reproduces_the_baseline_that_it_was_drawn_of(sketch: Sketch) -> None:
-    assert {"itl_p50", "itl_p99", "ttft_p95", "throughput"} < sketch.errors.keys()
-    assert max(map(abs, sketch.errors.values())) < 0.1
-    assert sketch.coefficients["per_token"] == pytest.approx(TIMES.per_token, rel=0.15)
-    assert "ms a prompt token" in sketch.describe()
-    assert "its own ITL P99 is off by" in sketch.describe()
+def test_the_baseline_that_it_was_fitted_to_is_reproduced(fitted: FittedSimulator) -> None:
+    assert {"itl_p50", "itl_p99", "ttft_p95", "throughput"} < fitted.errors.keys()
+    assert max(map(abs, fitted.errors.values())) < 0.1
+    assert fitted.coefficients["per_token"] == pytest.approx(TIMES.per_token, rel=0.15)
+    assert "ms per prompt token" in fitted.describe()
+    assert "its own ITL P99 is off by" in fitted.describe()
 
 
-def test_a_sketch_is_faithful_where_the_slos_figures_are_reproduced(sketch: Sketch) -> None:
-    assert sketch.faithful(SLO)
-    assert not replace(sketch, errors={**sketch.errors, "ttft_p95": -0.2}).faithful(SLO)
-    assert replace(sketch, errors={**sketch.errors, "itl_p50": -0.2}).faithful(SLO), "no figure of this SLO"
+def test_it_is_faithful_where_the_slos_figures_are_reproduced(fitted: FittedSimulator) -> None:
+    assert fitted.faithful(SLO)
+    assert not replace(fitted, errors={**fitted.errors, "ttft_p95": -0.2}).faithful(SLO)
+    assert replace(fitted, errors={**fitted.errors, "itl_p50": -0.2}).faithful(SLO), "no figure of this SLO"
 
 
 def test_figures_that_contradict_each_other_send_no_coefficient_far_away(
-    survey: Survey, baseline: TrialResult, monkeypatch: pytest.MonkeyPatch
+    profile: Profile, baseline: TrialResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lone request that was slow and quick prefills, of a server whose tail is a hundred times its median:
     steps of days would be simulated second by second.
     """
     tried: list[dict[str, float]] = []
-    make = sketch_module._Fit.sketch
+    make = fitted_module._Fit.fitted
 
-    def noted(fit: sketch_module._Fit, free: dict[str, float]) -> Sketch:
+    def noted(fit: fitted_module._Fit, free: dict[str, float]) -> FittedSimulator:
         tried.append(free)
         return make(fit, free)
 
-    monkeypatch.setattr(sketch_module._Fit, "sketch", noted)
+    monkeypatch.setattr(fitted_module._Fit, "fitted", noted)
     assert baseline.measurement is not None
     readings = dict(baseline.measurement.readings)
     for name in ("itl_p95", "itl_p99"):
         if name in readings:
             readings[name] = replace(readings[name], value=100 * readings["itl_p50"].value)
     odd = replace(baseline, measurement=replace(baseline.measurement, readings=readings))
-    draw(
-        replace(survey, lone_itl=3 * survey.lone_itl, prefill_speed=28 * survey.prefill_speed),
+    fit_simulator(
+        replace(profile, lone_itl=3 * profile.lone_itl, prefill_speed=28 * profile.prefill_speed),
         odd,
         LOAD.rungs(),
         SLO,
@@ -135,18 +137,18 @@ def test_figures_that_contradict_each_other_send_no_coefficient_far_away(
 
 
 @pytest.mark.parametrize("change", [{"max_num_batched_tokens": 256}, {"long_prefill_token_threshold": 128}])
-def test_a_sketch_predicts_configs_that_were_not_measured(
-    sketch: Sketch, truth: SimulatedTarget, change: dict[str, int]
+def test_it_predicts_configs_that_were_not_measured(
+    fitted: FittedSimulator, truth: SimulatedTarget, change: dict[str, int]
 ) -> None:
     own, other = (measured(truth, {**FLAGS, **more}) for more in ({}, change))
-    predicted = measured(sketch.target, {**FLAGS, **change})
+    predicted = measured(fitted.target, {**FLAGS, **change})
     assert other.value("itl_p99") < 0.7 * own.value("itl_p99"), "or there is nothing to predict"
     for name in ("itl_p50", "itl_p99", "ttft_p50", "ttft_p95"):
         assert predicted.value(name) == pytest.approx(other.value(name), rel=0.15), name
 
 
-def test_a_sketch_is_flat_in_flags_whose_effect_nobody_has_measured(sketch: Sketch) -> None:
-    prior = SimulatedPrior(sketch.target, LOAD, SLO, lambda config: config)
+def test_it_is_flat_in_flags_whose_effect_was_not_measured(fitted: FittedSimulator) -> None:
+    prior = SimulatedPrior(fitted.target, LOAD, SLO, lambda config: config)
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
     unknown: tuple[dict[str, Any], ...] = (
         {},
@@ -154,50 +156,50 @@ def test_a_sketch_is_flat_in_flags_whose_effect_nobody_has_measured(sketch: Sket
         {"speculative_config": drafts},
         {"cudagraph_capture_sizes": [1]},
     )
-    own, *others = (prior.predict({**sketch.baseline, **more}) for more in unknown)
+    own, *others = (prior.predict({**fitted.baseline, **more}) for more in unknown)
     assert own.values["itl_p99"] > 0
     assert [other.values for other in others] == [own.values] * 3
 
 
-def test_the_pool_goes_with_the_memory_where_the_start_log_tells(sketch: Sketch) -> None:
-    def tokens(drawn: Sketch, share: float) -> int:
-        with drawn.target.open({"gpu_memory_utilization": share}) as server:
+def test_the_pool_goes_with_the_memory_where_the_start_log_tells(fitted: FittedSimulator) -> None:
+    def tokens(fitted: FittedSimulator, share: float) -> int:
+        with fitted.target.open({"gpu_memory_utilization": share}) as server:
             return server.simulation.config.num_gpu_blocks_override * 16
 
-    assert tokens(sketch, 0.92) == pytest.approx(sketch.kv_tokens, abs=32)
-    assert tokens(sketch, 0.75) < 0.8 * tokens(sketch, 0.92)
-    unknown = replace(sketch, memory=None)
+    assert tokens(fitted, 0.92) == pytest.approx(fitted.kv_tokens, abs=32)
+    assert tokens(fitted, 0.75) < 0.8 * tokens(fitted, 0.92)
+    unknown = replace(fitted, memory=None)
     assert tokens(unknown, 0.75) == tokens(unknown, 0.92)
     assert "the same KV pool" in unknown.describe()
 
 
-def test_a_sketch_without_memory_plan_or_lone_request(
-    survey: Survey, baseline: TrialResult, monkeypatch: pytest.MonkeyPatch
+def test_a_fit_without_memory_plan_or_lone_request(
+    profile: Profile, baseline: TrialResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An old study, or a server that logs nothing."""
-    monkeypatch.setattr("tuner.search.fitted_simulator.ROUNDS", 3)
-    blind = replace(survey, memory=None, lone_itl=math.nan)
-    drawn = draw(blind, replace(baseline, peak_running=None), LOAD.rungs(), SLO, Shape(4e-5, 9e-6))
-    assert drawn.coefficients["per_pair"] == pytest.approx(4e-5 * drawn.coefficients["per_token"])
-    assert max(abs(drawn.errors[name]) for name in ("itl_p50", "itl_p99", "ttft_p95")) < 0.1
-    assert drawn.memory is None
+    monkeypatch.setattr("tuner.search.fitted_simulator.MAX_EVALUATIONS", 3)
+    blind = replace(profile, memory=None, lone_itl=math.nan)
+    fitted = fit_simulator(blind, replace(baseline, peak_running=None), LOAD.rungs(), SLO, Shape(4e-5, 9e-6))
+    assert fitted.coefficients["per_pair"] == pytest.approx(4e-5 * fitted.coefficients["per_token"])
+    assert max(abs(fitted.errors[name]) for name in ("itl_p50", "itl_p99", "ttft_p95")) < 0.1
+    assert fitted.memory is None
 
 
 def test_of_what_never_came_nothing_is_reproduced(
-    survey: Survey, baseline: TrialResult, monkeypatch: pytest.MonkeyPatch
+    profile: Profile, baseline: TrialResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few of the baseline's requests failed: their latency is infinite, and so is the tail."""
-    monkeypatch.setattr("tuner.search.fitted_simulator.ROUNDS", 1)
+    monkeypatch.setattr("tuner.search.fitted_simulator.MAX_EVALUATIONS", 1)
     assert baseline.measurement is not None
     readings = {**baseline.measurement.readings, "ttft_p95": Reading(math.inf, 40)}
     broken = replace(baseline, measurement=replace(baseline.measurement, readings=readings))
-    drawn = draw(replace(survey, lone_itl=math.inf), broken, LOAD.rungs(), SLO)
-    assert {"ttft_p95", "itl alone"}.isdisjoint(drawn.errors)
-    assert all(map(math.isfinite, drawn.errors.values()))
+    fitted = fit_simulator(replace(profile, lone_itl=math.inf), broken, LOAD.rungs(), SLO)
+    assert {"ttft_p95", "itl alone"}.isdisjoint(fitted.errors)
+    assert all(map(math.isfinite, fitted.errors.values()))
 
 
-def test_a_pool_that_nobody_fills_is_laid_out_no_larger(sketch: Sketch) -> None:
-    endless = replace(sketch, kv_tokens=10**12)
+def test_a_pool_that_nobody_fills_is_laid_out_no_larger(fitted: FittedSimulator) -> None:
+    endless = replace(fitted, kv_tokens=10**12)
     with endless.target.open({"gpu_memory_utilization": 0.5}) as server:
         assert server.simulation.config.num_gpu_blocks_override == 1 + 10_000_000 // 16
 
@@ -218,33 +220,33 @@ def test_a_models_config_says_what_is_in_proportion(
     assert shape_of("org/model") == shape, "what another program has fetched is read"
 
 
-def test_a_sketch_survives_the_storage(sketch: Sketch) -> None:
-    again = Sketch.from_json(json.loads(json.dumps(sketch.to_json())))
-    assert again == sketch
-    assert Sketch.from_json(replace(sketch, memory=None).to_json()).memory is None
+def test_it_survives_the_storage(fitted: FittedSimulator) -> None:
+    again = FittedSimulator.from_json(json.loads(json.dumps(fitted.to_json())))
+    assert again == fitted
+    assert FittedSimulator.from_json(replace(fitted, memory=None).to_json()).memory is None
 
 
 def optimizer_of(folder: Path, notebook: Notebook) -> Optimizer:
     return Optimizer(Job(), Bench(AnalyticTarget(), notebook, Interrupts(), folder), optuna.create_study())
 
 
-def test_a_sketch_is_kept_with_the_study(sketch: Sketch, tmp_path: Path) -> None:
+def test_it_is_kept_with_the_study(fitted: FittedSimulator, tmp_path: Path) -> None:
     optimizer = optimizer_of(tmp_path, Notebook())
-    optimizer.record.set_user_attr("sketch", sketch.to_json())
-    kept = optimizer.sketch()
+    optimizer.record.set_user_attr("fitted_simulator", fitted.to_json())
+    kept = optimizer.fit_simulator()
     assert kept is not None
-    assert measured(kept, {}).value("itl_p50") == measured(sketch.target, {}).value("itl_p50")
+    assert measured(kept, {}).value("itl_p50") == measured(fitted.target, {}).value("itl_p50")
 
 
 def test_a_study_whose_baseline_failed_has_no_prior_and_says_why(
-    survey: Survey, baseline: TrialResult, tmp_path: Path
+    profile: Profile, baseline: TrialResult, tmp_path: Path
 ) -> None:
     notebook = Notebook()
     optimizer = optimizer_of(tmp_path, notebook)
-    optimizer.survey = survey
+    optimizer.profile = profile
     failed = replace(baseline, status="failed", measurement=None)
     optimizer.study = SimpleNamespace(baseline=failed)  # type: ignore[assignment]
-    assert optimizer.sketch() is None
+    assert optimizer.fit_simulator() is None
     assert notebook.notes == ["no prior: the baseline could not be measured"]
 
 
@@ -260,15 +262,15 @@ def test_a_study_whose_baseline_failed_has_no_prior_and_says_why(
     ],
 )
 def test_what_is_missing_is_said(
-    survey: Survey, baseline: TrialResult, known: dict[str, Any], result: dict[str, Any], reason: str
+    profile: Profile, baseline: TrialResult, known: dict[str, Any], result: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(NoSketch, match=reason):
-        draw(replace(survey, **known), replace(baseline, **result), LOAD.rungs(), SLO)
+    with pytest.raises(CannotFit, match=reason):
+        fit_simulator(replace(profile, **known), replace(baseline, **result), LOAD.rungs(), SLO)
 
 
 def test_which_prior_is_asked(truth: SimulatedTarget) -> None:
     def made(name: str, target: str) -> Any:
-        return make_simulator(name, target, "m", sketch=lambda: truth)()
+        return make_simulator(name, target, "m", fitted=lambda: truth)()
 
     assert made("auto", "vllm") is truth
     assert made("auto", "my-server {flags}") is truth
@@ -279,13 +281,13 @@ def test_which_prior_is_asked(truth: SimulatedTarget) -> None:
         make_simulator("scetch", "vllm", "m")
 
 
-def test_a_study_with_a_sketch(
+def test_a_study_with_a_fitted_simulator(
     truth: SimulatedTarget,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("tuner.search.fitted_simulator.ROUNDS", 1)
+    monkeypatch.setattr("tuner.search.fitted_simulator.MAX_EVALUATIONS", 1)
     options = Options(
         target=truth.name,
         model=truth._model_name,
@@ -302,7 +304,7 @@ def test_a_study_with_a_sketch(
         place=Place(study="drawn", out=tmp_path / "out"),
     )
     assert run(options) in (0, 1)
-    assert "prior: sketch of the baseline: 0." in capsys.readouterr().err
+    assert "prior: simulator fitted to the baseline: 0." in capsys.readouterr().err
 
 
 def workload(folder: Path) -> Path:

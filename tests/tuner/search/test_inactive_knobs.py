@@ -8,7 +8,7 @@ import pytest
 
 from tuner.runs.result import Measurement, TrialResult
 from tuner.search.crashes import codes_of
-from tuner.search.inactive_knobs import idle
+from tuner.search.inactive_knobs import inactive
 from tuner.space.space import build_space, effective
 
 SPACE = build_space(effective({}, "vllm"), 8192)
@@ -31,7 +31,9 @@ def told(number: int = 0, **seen: Any) -> TrialResult:
 
 
 def names(*results: TrialResult) -> set[Any]:
-    return {name for name, of_no_use in zip(CHANGES, idle(SPACE, results, CODES), strict=True) if of_no_use}
+    return {
+        name for name, of_no_use in zip(CHANGES, inactive(SPACE, results, CODES), strict=True) if of_no_use
+    }
 
 
 def test_where_nothing_is_short_neither_memory_nor_places_matter() -> None:
@@ -73,4 +75,4 @@ def test_nothing_is_said_before_anything_was_measured() -> None:
 def test_a_knob_that_is_not_searched_is_no_matter() -> None:
     fixed = build_space(OWN, 8192, fix=("gpu_memory_utilization", "max_num_seqs"))
     codes = np.array([codes_of(fixed, fixed.params(OWN))])
-    assert not idle(fixed, (told(),), codes).any()
+    assert not inactive(fixed, (told(),), codes).any()

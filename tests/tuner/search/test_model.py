@@ -23,7 +23,7 @@ def test_it_ends_where_nothing_is_to_be_gained_and_has_found_the_best_by_then() 
     assert len(told) < 40
     assert "expected to gain more than" in study.strategy.exhausted
     best = study.best().value(SLO.objective)
-    launchable = [c for c in study.space.draw(random.Random(0), 4096) if not study.space.refusals(c)]
+    launchable = [c for c in study.space.sample(random.Random(0), 4096) if not study.space.refusals(c)]
     measured = [measure(config) for config in launchable]
     held = [m for m in measured if all(v <= 0 for v in m.violations(BOUNDS).values())]
     assert best < 1.05 * min(m.value("itl_p99") for m in held)
@@ -102,13 +102,13 @@ def test_what_is_safer_than_a_refused_config_is_expected_to_hold_the_bounds_by_m
 def test_a_change_that_seems_to_do_nothing_is_left_out() -> None:
     """The formula knows neither memory nor drafts."""
     study = make(ModelStrategy(1))
-    needed, idle = (
+    needed, inactive = (
         {"max_num_seqs", "long_prefill_token_threshold"},
         {"gpu_memory_utilization", "speculative_config"},
     )
-    changed = [r for r in drive(study, 12) if study.space.changes(r.config).keys() == needed | idle]
+    changed = [r for r in drive(study, 12) if study.space.changes(r.config).keys() == needed | inactive]
     assert changed
     for measured in changed:
-        simpler = study.without_idle(measured.config)
+        simpler = study.without_inactive(measured.config)
         assert study.space.changes(simpler).keys() == needed
-        assert study.without_idle(simpler) == simpler
+        assert study.without_inactive(simpler) == simpler

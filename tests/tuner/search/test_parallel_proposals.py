@@ -38,29 +38,29 @@ def test_what_one_worker_alone_proposes_is_what_it_was() -> None:
     drive(study, 5)
     history = study.history
     assert history.running == ()
-    assert study.strategy.beliefs(history) is study.strategy.beliefs(history)
+    assert study.strategy.surrogates(history) is study.strategy.surrogates(history)
 
 
 @pytest.mark.parametrize("predicted", [False, True])
-def test_what_is_believed_moves_no_mean_and_shrinks_deviations(predicted: bool) -> None:
+def test_fantasies_move_no_mean_and_shrink_deviations(predicted: bool) -> None:
     rng = np.random.default_rng(1)
     x, new, at = rng.random((12, 3)), rng.random((2, 3)), rng.random((50, 3))
     phi = (lambda x: x[:, 0]) if predicted else (lambda x: None)
     process = fit(Points(x, phi(x)), x.sum(1) + 0.02 * rng.standard_normal(12))
-    believing = process.believing(Points(new, phi(new)))
-    before, after = process(Points(at, phi(at))), believing(Points(at, phi(at)))
+    pending = process.with_fantasies(Points(new, phi(new)))
+    before, after = process(Points(at, phi(at))), pending(Points(at, phi(at)))
     assert after[0] == pytest.approx(before[0])
     assert (after[1] <= before[1] + 1e-9).all()
-    there = [p(Points(new, phi(new)))[1] for p in (process, believing)]
+    there = [p(Points(new, phi(new)))[1] for p in (process, pending)]
     assert (there[1] < 0.75 * there[0]).all()
 
 
-def test_believing_twice_is_believing_both() -> None:
+def test_fantasies_one_by_one_are_fantasies_at_once() -> None:
     rng = np.random.default_rng(2)
     x, new, at = rng.random((8, 2)), rng.random((2, 2)), Points(rng.random((9, 2)))
     process = fit(Points(x), x.sum(1))
-    once = process.believing(Points(new))
-    twice = process.believing(Points(new[:1])).believing(Points(new[1:]))
+    once = process.with_fantasies(Points(new))
+    twice = process.with_fantasies(Points(new[:1])).with_fantasies(Points(new[1:]))
     assert twice(at)[1] == pytest.approx(once(at)[1], abs=1e-6)
 
 

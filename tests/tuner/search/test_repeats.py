@@ -16,12 +16,12 @@ from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResul
 from tuner.search.model import ModelStrategy
 from tuner.search.repeats import joined
 from tuner.search.strategy import History, TpeStrategy, by_measurement
-from tuner.search.surrogates import Beliefs
+from tuner.search.surrogates import Surrogates
 from tuner.space.space import build_space, config_key, effective
 from tuner.study.budget import Clock, Plan
-from tuner.study.final_trials import Endgame
+from tuner.study.final_trials import FinalTrials
 from tuner.study.outcome import describe_trial, without_confirmation
-from tuner.workers.coordination import Crew
+from tuner.workers.coordination import Coordination
 
 OWN = effective({}, "bundled")
 SPACE = build_space(OWN, 8192)
@@ -33,7 +33,7 @@ def told(
     itl: float,
     *,
     ttft: float = 1.0,
-    draw: int = 0,
+    request_set: int = 0,
     spread: float = 0.0,
     violation: float = -0.2,
     status: Any = "measured",
@@ -46,13 +46,13 @@ def told(
     }
     measurement = Measurement(readings, 20.0)
     violations = {SERVES: 0.0, "ttft_p95": violation, "failed": 0.0}
-    origin = BASELINE if tokens == 2048 and not draw else "test"
+    origin = BASELINE if tokens == 2048 and not request_set else "test"
     config = {**OWN, "max_num_batched_tokens": tokens}
     parts: dict[str, Any] = {
         "measurement": measurement,
         "short": measurement,
         "violations": violations,
-        "draw": draw,
+        "request_set": request_set,
     }
     return TrialResult(number, config, origin, status, **parts)
 
@@ -75,7 +75,7 @@ def test_without_repeats_results_are_what_they_were() -> None:
 def test_a_repeat_counts_as_if_it_had_the_draw_that_all_share() -> None:
     """The second draw is harder by half: the baseline says so."""
     own, first = told(0, 2048, 0.30), told(1, 512, 0.20, violation=0.1)
-    again, second = told(2, 2048, 0.45, draw=1), told(3, 512, 0.27, draw=1, violation=-0.2)
+    again, second = told(2, 2048, 0.45, request_set=1), told(3, 512, 0.27, request_set=1, violation=-0.2)
     _, config = joined((own, first, again, second))
     assert config.number == 1
     assert config.value(SLO.objective) == pytest.approx((0.20 * 0.27 / 1.5) ** 0.5)
@@ -87,12 +87,12 @@ def test_a_repeat_counts_as_if_it_had_the_draw_that_all_share() -> None:
 
 def test_a_repeat_whose_baseline_has_no_repeat_does_not_count() -> None:
     own, first = told(0, 2048, 0.3), told(1, 512, 0.2)
-    assert joined((own, first, told(2, 512, 0.25, draw=1))) == (own, first)
+    assert joined((own, first, told(2, 512, 0.25, request_set=1))) == (own, first)
 
 
 def test_two_measurements_together_have_the_smaller_interval() -> None:
-    own = told(0, 2048, 0.3), told(3, 2048, 0.3, draw=1)
-    results = *own, told(1, 512, 0.2, spread=0.3), told(2, 512, 0.2, spread=0.3, draw=1)
+    own = told(0, 2048, 0.3), told(3, 2048, 0.3, request_set=1)
+    results = *own, told(1, 512, 0.2, spread=0.3), told(2, 512, 0.2, spread=0.3, request_set=1)
     reading = joined(results)[1].reading(SLO.objective)
     assert 0.2 * 1.3 > reading.high > 0.2 * 1.15
     assert 0.2 * 0.7 < reading.low < 0.2 * 0.85
@@ -102,7 +102,7 @@ def test_two_measurements_together_have_the_smaller_interval() -> None:
 def test_two_measurements_without_an_interval_have_none_together(ends: Any) -> None:
     """Or a rate, which has none, would be as low as 0 for all that is known, and the worst of all."""
     tokens = {2048: 80.0, 512: 85.0}
-    results = [told(k, n, 0.2, draw=k // 2) for k, n in enumerate([*tokens, *tokens])]
+    results = [told(k, n, 0.2, request_set=k // 2) for k, n in enumerate([*tokens, *tokens])]
     for each in results:
         rate = Reading(tokens[each.config["max_num_batched_tokens"]], 100, *ends)
         overwrite(each, "throughput", rate)
@@ -124,42 +124,45 @@ def test_two_measurements_without_an_interval_have_none_together(ends: Any) -> N
     ],
 )
 def test_of_what_has_no_mean_the_worse_counts(name: str, values: Any, together: Any) -> None:
-    runs = [told(k, 2048, 0.3, draw=k) for k in range(2)]
-    for draw, value in enumerate(values):
-        runs.append(told(2 + draw, 512, 0.2, draw=draw))
+    runs = [told(k, 2048, 0.3, request_set=k) for k in range(2)]
+    for request_set, value in enumerate(values):
+        runs.append(told(2 + request_set, 512, 0.2, request_set=request_set))
         overwrite(runs[-1], name, Reading(value, 100))
-        overwrite(runs[draw], name, Reading(1.0, 100))
+        overwrite(runs[request_set], name, Reading(1.0, 100))
     assert joined(runs)[1].measurement.value(name) == pytest.approx(together)
 
 
 def test_a_count_that_one_of_the_runs_misses_is_missed() -> None:
-    first, second = told(1, 512, 0.2), told(2, 512, 0.2, draw=1)
+    first, second = told(1, 512, 0.2), told(2, 512, 0.2, request_set=1)
     second = replace(second, violations={**second.violations, "failed": 3.0})
     assert (
-        joined((told(0, 2048, 0.3), first, told(3, 2048, 0.3, draw=1), second))[1].violations["failed"] == 3.0
+        joined((told(0, 2048, 0.3), first, told(3, 2048, 0.3, request_set=1), second))[1].violations["failed"]
+        == 3.0
     )
 
 
 def test_a_bound_that_a_repeats_baseline_could_not_set_counts_where_it_was_set() -> None:
-    second = told(2, 512, 0.2, draw=1)
+    second = told(2, 512, 0.2, request_set=1)
     second = replace(second, violations={SERVES: 0.0, "failed": 0.0})
-    own = told(0, 2048, 0.3), told(3, 2048, 0.3, draw=1)
+    own = told(0, 2048, 0.3), told(3, 2048, 0.3, request_set=1)
     joint = joined((*own, told(1, 512, 0.2, violation=-0.1), second))[1]
     assert joint.violations["ttft_p95"] == -0.1
 
 
-@pytest.mark.parametrize("draws", [(0,), (0, 1)], ids=["measured", "and repeated"])
-def test_an_interrupted_trial_does_not_stand_for_what_its_config_measured(draws: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("request_sets", [(0,), (0, 1)], ids=["measured", "and repeated"])
+def test_an_interrupted_trial_does_not_stand_for_what_its_config_measured(
+    request_sets: tuple[int, ...],
+) -> None:
     """Ctrl-C, the study is resumed, and the config turns out to be close."""
-    own = [told(k, 2048, 0.3, draw=k) for k in range(2)]
+    own = [told(k, 2048, 0.3, request_set=k) for k in range(2)]
     interrupted = TrialResult(2, told(2, 512, 0.2).config, "test", "interrupted", "KeyboardInterrupt")
-    again = [told(3 + draw, 512, 0.2, draw=draw) for draw in draws]
+    again = [told(3 + request_set, 512, 0.2, request_set=request_set) for request_set in request_sets]
     config = joined([*own, interrupted, *again])[1]
     assert (config.number, config.status, config.value(SLO.objective)) == (3, "measured", pytest.approx(0.2))
 
 
 def test_what_failed_or_was_stopped_is_not_joined_with_a_measurement() -> None:
-    stopped = told(2, 512, 0.9, draw=1, status="stopped")
+    stopped = told(2, 512, 0.9, request_set=1, status="stopped")
     assert joined((told(0, 2048, 0.3), told(1, 512, 0.2), stopped))[1].value(SLO.objective) == 0.2
 
 
@@ -187,7 +190,7 @@ def test_the_model_asks_again_what_may_hold_its_bounds_and_would_be_the_best() -
     near = [told(k, n, 0.04 + n / 10_000, ttft=slow) for k, (n, slow) in enumerate(ttft.items(), start=1)]
     results = history(told(0, 2048, 0.245), *near)
     model = ModelStrategy()
-    chance = model.beliefs(results).log_feasible(model._pools_of(SPACE).of([near[0].config]).x)
+    chance = model.surrogates(results).log_feasible(model._pools_of(SPACE).of([near[0].config]).x)
     assert -3 < chance[0] < -0.05, "the case is a close one"
     found = [r.config["max_num_batched_tokens"] for r in model.close(results)]
     assert 512 in found
@@ -201,15 +204,20 @@ def test_the_model_has_nothing_to_ask_where_one_is_best_by_far() -> None:
 def test_beliefs_take_a_harder_draw_out_of_a_repeat() -> None:
     """All that differs between the draws is that the second is harder by a quarter."""
     shared = [told(0, 2048, 0.30), told(1, 1024, 0.20), told(2, 512, 0.15), told(3, 256, 0.12)]
-    again = [told(k + 4, r.config["max_num_batched_tokens"], 1.25 * r.value(SLO.objective), draw=1)
+    again = [told(k + 4, r.config["max_num_batched_tokens"], 1.25 * r.value(SLO.objective), request_set=1)
              for k, r in enumerate((shared[0], shared[2]))]  # fmt: skip
     x = ModelStrategy()._pools_of(SPACE).of([shared[2].config]).x
-    before, after = (Beliefs(history(*results)).expected(x)[0][0] for results in (shared, shared + again))
+    before, after = (Surrogates(history(*results)).expected(x)[0][0] for results in (shared, shared + again))
     assert after == pytest.approx(before, abs=0.03)
 
 
 def test_a_repeat_is_not_counted_as_another_config() -> None:
-    results = [told(0, 2048, 0.3), told(1, 512, 0.4), told(2, 2048, 0.3, draw=1), told(3, 512, 0.4, draw=1)]
+    results = [
+        told(0, 2048, 0.3),
+        told(1, 512, 0.4),
+        told(2, 2048, 0.3, request_set=1),
+        told(3, 512, 0.4, request_set=1),
+    ]
     results.append(told(4, 1024, 0.4))
     found = without_confirmation(results, results[0], SPACE, SLO, "over")
     assert "none of 2 other configs" in found.sentence
@@ -220,14 +228,14 @@ def test_a_repeat_is_no_duplicate_and_the_same_one_is_queued_once() -> None:
     drive(study, 3)
     config = study.results[1].config
     assert not study.enqueue(config, "again")
-    assert study.enqueue(config, "repeat 1", draw=1)
-    assert not study.enqueue(config, "repeat 1", draw=1)
+    assert study.enqueue(config, "repeat 1", request_set=1)
+    assert not study.enqueue(config, "repeat 1", request_set=1)
     assert study.repeating
     proposal = study.propose()
-    assert (proposal.config, proposal.draw) == (config, 1)
-    study.tell(proposal, replace(result(proposal), draw=1))
+    assert (proposal.config, proposal.request_set) == (config, 1)
+    study.tell(proposal, replace(result(proposal), request_set=1))
     assert not study.repeating
-    assert study.results[-1].draw == 1
+    assert study.results[-1].request_set == 1
     assert [config_key(r.config) for r in study.strategy.rank(study.history)].count(config_key(config)) <= 1
 
 
@@ -236,11 +244,11 @@ def test_what_a_knob_does_is_not_read_off_a_repeat() -> None:
     study = make_study(TpeStrategy(1), fix=["all"], vary=both)
     drive(study, 14)
     before = study.importances()
-    study.enqueue(study.results[1].config, "repeat 1", draw=1)
+    study.enqueue(study.results[1].config, "repeat 1", request_set=1)
     proposal = study.propose()
     found = result(proposal)
     slow = replace(found.short, readings={**found.short.readings, "itl_p99": Reading(99.0, 100)})
-    study.tell(proposal, replace(found, draw=1, short=slow))
+    study.tell(proposal, replace(found, request_set=1, short=slow))
     assert before
     assert study.importances() == before
 
@@ -248,32 +256,32 @@ def test_what_a_knob_does_is_not_read_off_a_repeat() -> None:
 def test_a_repeat_that_was_interrupted_is_tried_again_under_its_own_draw() -> None:
     study = make_study(ModelStrategy(1))
     drive(study, 3)
-    study.enqueue(study.results[1].config, "repeat 2", draw=2)
+    study.enqueue(study.results[1].config, "repeat 2", request_set=2)
     study.interrupt(study.propose(), "test")
     proposal = study.propose()
-    assert (proposal.config, proposal.draw) == (study.results[1].config, 2)
+    assert (proposal.config, proposal.request_set) == (study.results[1].config, 2)
 
 
 def test_a_repeat_whose_process_died_is_tried_again_under_its_own_draw() -> None:
     storage = optuna.storages.InMemoryStorage()
     study = make_study(ModelStrategy(1), storage)
     drive(study, 3)
-    study.enqueue(study.results[1].config, "repeat 2", draw=2)
+    study.enqueue(study.results[1].config, "repeat 2", request_set=2)
     study.propose()
     assert study.recover() == 1
-    assert study.propose().draw == 2
+    assert study.propose().request_set == 2
 
 
 def test_a_repeat_of_the_baseline_that_kills_the_tuner_twice_is_given_up() -> None:
     storage = optuna.storages.InMemoryStorage()
     study = make_study(ModelStrategy(1), storage)
     drive(study, 1)
-    study.enqueue(study.space.baseline, "repeat 1", draw=1)
+    study.enqueue(study.space.baseline, "repeat 1", request_set=1)
     for _ in range(2):
-        assert study.propose().draw == 1
+        assert study.propose().request_set == 1
         study.recover()
-    assert study.propose().draw == 0
-    (given_up,) = [r for r in study.results if r.draw]
+    assert study.propose().request_set == 0
+    (given_up,) = [r for r in study.results if r.request_set]
     assert "died twice" in given_up.reason
     assert study.baseline.status == "measured"
 
@@ -283,7 +291,7 @@ def test_a_baseline_between_the_values_of_the_space_is_repeated_as_it_is() -> No
     drive(study, 1)
     odd = {**study.space.baseline, "max_num_batched_tokens": 2000}
     study.space = build_space(odd, 8192)
-    study.enqueue(odd, "repeat 1", draw=1)
+    study.enqueue(odd, "repeat 1", request_set=1)
     assert study.propose().config == odd
 
 
@@ -291,7 +299,7 @@ def repeats_of(study: Any) -> tuple[Any, Any]:
     """The baseline's and one config's under draw 1, as two workers measure them at the same time."""
     drive(study, 2)
     for told_before in study.results[:2]:
-        study.enqueue(told_before.config, "repeat 1", draw=1)
+        study.enqueue(told_before.config, "repeat 1", request_set=1)
     return study.propose(), study.propose()
 
 
@@ -300,7 +308,7 @@ def measured(proposal: Any, ttft: float, violation: float) -> Any:
     found = result(proposal)
     readings = {**found.measurement.readings, "ttft_p95": Reading(ttft, 100)}
     violations = {SERVES: 0.0, "failed": violation}
-    return replace(found, draw=1, measurement=Measurement(readings, 20.0), violations=violations)
+    return replace(found, request_set=1, measurement=Measurement(readings, 20.0), violations=violations)
 
 
 def test_a_repeat_is_judged_once_its_baseline_is_measured_beside_it() -> None:
@@ -308,26 +316,26 @@ def test_a_repeat_is_judged_once_its_baseline_is_measured_beside_it() -> None:
     own, config = repeats_of(study)
     study.tell(config, measured(config, ttft=3.0, violation=0.0))
     repeat = study.results[-1]
-    assert (repeat.draw, repeat.judged, repeat.feasible) == (1, False, False)
+    assert (repeat.request_set, repeat.judged, repeat.feasible) == (1, False, False)
     assert describe_trial(repeat, SLO.objective).endswith("your config was not measured on these requests")
-    assert not [r for r in study.history.results if r.draw]
+    assert not [r for r in study.history.results if r.request_set]
     study.tell(own, measured(own, ttft=2.0, violation=0.0))
     repeat = study.results[-1]
     assert repeat.judged
     assert repeat.violations["ttft_p95"] == pytest.approx(1 - 1.2 * 2.0 / 3.0)
-    assert [r.draw for r in study.history.results] == [0, 0, 1, 1]
+    assert [r.request_set for r in study.history.results] == [0, 0, 1, 1]
 
 
 def test_a_repeat_whose_baseline_fails_is_not_judged_and_no_other_is_launched() -> None:
     study = make_study(ModelStrategy(1))
     own, config = repeats_of(study)
-    study.enqueue({**config.config, "max_num_seqs": 64}, "repeat 1", draw=1)
+    study.enqueue({**config.config, "max_num_seqs": 64}, "repeat 1", request_set=1)
     study.tell(config, measured(config, ttft=0.1, violation=0.0))
-    study.tell(own, TrialResult(own.number, own.config, own.origin, "failed", "died", draw=1))
-    assert study.propose().draw == 0
+    study.tell(own, TrialResult(own.number, own.config, own.origin, "failed", "died", request_set=1))
+    assert study.propose().request_set == 0
     given_up = next(r for r in study.results if r.status == "interrupted")
-    assert (given_up.draw, given_up.reason) == (1, "the baseline failed on these requests: died")
-    assert not [r for r in study.history.results if r.draw and r.status == "measured"]
+    assert (given_up.request_set, given_up.reason) == (1, "the baseline failed on these requests: died")
+    assert not [r for r in study.history.results if r.request_set and r.status == "measured"]
     assert not study.repeating
 
 
@@ -343,7 +351,7 @@ def test_a_search_with_time_left_repeats_what_is_close_beside_the_baseline(make:
     optimizer = make(AnalyticTarget(itl_factor=plateau), **job)
     optimizer.run()
     results = optimizer.study.results
-    own, *repeats = [r for r in results if r.draw]
+    own, *repeats = [r for r in results if r.request_set]
     assert not optimizer.study.space.changes(own.config)
     assert own.feasible, "relative bounds are on it, not for it"
     assert not own.violations.keys() & {b.metric for b in optimizer.slo.relative}
@@ -369,12 +377,12 @@ def test_time_that_a_confirmation_can_use_is_not_spent_on_repeats(
     study.strategy.close = lambda history: [r for r in history.results if study.space.changes(r.config)]
     plan = Plan(10.0, 60.0, 30.0, 3, budget, None, 200.0)
     clock = Clock(200.0, lambda: 0.0)
-    endgame = Endgame(study, plan, clock, lambda purpose: nullcontext())
-    assert endgame.go_on(left=3) == repeated
+    final_trials = FinalTrials(study, plan, clock, lambda purpose: nullcontext())
+    assert final_trials.go_on(left=3) == repeated
     assert study.repeating == repeated
 
 
-class Companion(Crew):
+class Companion(Coordination):
     """Another worker: it was measuring when this one had no more to do, and then queues repeats."""
 
     def __init__(self) -> None:
@@ -385,17 +393,17 @@ class Companion(Crew):
         if self.looked == 1:
             best = next(r for r in study.results if study.space.changes(r.config))
             for again in (study.baseline, best):
-                study.enqueue(again.config, "repeat", draw=1)
+                study.enqueue(again.config, "repeat", request_set=1)
             proposal = study.propose()
-            found = replace(study.baseline, number=proposal.number, draw=1, origin="repeat")
+            found = replace(study.baseline, number=proposal.number, request_set=1, origin="repeat")
             study.tell(proposal, found)
         return True
 
 
 def test_a_worker_that_waited_for_another_takes_part_in_what_that_has_queued(make: Any) -> None:
     optimizer = make(AnalyticTarget(), trials=3, fix=("all",), vary={"max_num_batched_tokens": (512,)})
-    optimizer.crew = companion = Companion()
+    optimizer.coordination = companion = Companion()
     optimizer.search()
-    assert [r.draw for r in optimizer.study.results] == [0, 0, 1, 1]
+    assert [r.request_set for r in optimizer.study.results] == [0, 0, 1, 1]
     assert companion.looked == 2
     assert not optimizer.study.repeating

@@ -18,7 +18,7 @@ import scipy.stats  # noqa: F401 - here, and not in every fork
 import sqlalchemy
 from analytic_target import AnalyticTarget
 
-import tuner.report.study_result as verdict_module
+import tuner.report.study_result as study_result_module
 import tuner.study.trial as trial_module
 from loadgen.target import OpenTarget
 from servers.slo.objective import parse_slo
@@ -27,12 +27,12 @@ from tuner.runs.interrupts import Interrupts
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
 from tuner.study.trial import Bench
-from tuner.workers.coordination import SharedCrew
+from tuner.workers.coordination import SharedCoordination
 from tuner.workers.machine import Machine
-from tuner.workers.storage import Heartbeat, Patience, open_storage, open_study
+from tuner.workers.storage import Heartbeat, RetryPolicy, open_storage, open_study
 
 HEARTBEAT = Heartbeat(interval=0.1, grace=600.0)
-"""However slowly a machine's tests run, nobody is taken for dead but by :meth:`Crew.bury`."""
+"""However slowly a machine's tests run, nobody is taken for dead but by :meth:`Coordination.bury`."""
 JOB = Job(rate=1.0, budget=None, trials=4, run_seconds=20.0, pairs=4, strategy="random", prior="none")
 optuna.storages.RDBStorage("sqlite://").engine.dispose()  # sets up what every fork then has
 FORK = multiprocessing.get_context("fork")
@@ -66,7 +66,7 @@ class Victim(AnalyticTarget):
                 time.sleep(0.02)
 
 
-class Crew:
+class WorkerProcesses:
     """Starts workers of one study in ``place``."""
 
     def __init__(self, place: Path, url: str, job: Job = JOB) -> None:
@@ -82,21 +82,21 @@ class Crew:
     def _work(self, name: str, target: Any, hardware: str) -> None:
         out = self.place / name
         out.mkdir()
-        storage = open_storage(self.url, HEARTBEAT, Patience(seconds=60.0, pause=0.05, longest_pause=0.2))
+        storage = open_storage(self.url, HEARTBEAT, RetryPolicy(seconds=60.0, pause=0.05, longest_pause=0.2))
         record = open_study(storage, "s", parse_slo(self.job.slo).objective)
         diary = Diary(out / "diary")
         stubs: tuple[tuple[Any, str, Any], ...] = (
-            (verdict_module, "conclude", without_report),
+            (study_result_module, "conclude", without_report),
             (trial_module, "examine", unexamined),
         )
         for module, function, stub in stubs:
             setattr(module, function, stub)
         machine = Machine(f"host-{name}", os.getpid(), hardware)
-        storage.patience = replace(storage.patience, notify=diary.note)
-        with SharedCrew(storage, record, machine, diary.note, poll=0.05) as crew:
-            optimizer = Optimizer(self.job, Bench(target, diary, Interrupts(), out), record, crew)
-            verdict = verdict_module.come_to_verdict(optimizer)
-        (out / "verdict").write_text("\n".join(verdict.lines))
+        storage.retry = replace(storage.retry, notify=diary.note)
+        with SharedCoordination(storage, record, machine, diary.note, poll=0.05) as coordination:
+            optimizer = Optimizer(self.job, Bench(target, diary, Interrupts(), out), record, coordination)
+            result = study_result_module.finish_study(optimizer)
+        (out / "verdict").write_text("\n".join(result.lines))
         (out / "opened").write_text(str(len(target.opened)))
 
     def finish(self, *names: str) -> None:
@@ -200,7 +200,9 @@ def unexamined(*_: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 def without_report(name: str, optimizer: Optimizer, target: Any, outcome: Any, advice: Any) -> Any:
     """What :func:`tuner.report.study_result.conclude` returns, without a report's charts."""
-    return verdict_module.Verdict(0, (outcome.sentence,), "{}", files=(), launched=optimizer.launched())
+    return study_result_module.StudyResult(
+        0, (outcome.sentence,), "{}", files=(), launched=optimizer.launched()
+    )
 
 
 def wait_for(path: Path, seconds: float = PATIENCE_SECONDS) -> None:

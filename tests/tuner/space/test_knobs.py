@@ -45,9 +45,9 @@ def test_every_knob_can_be_varied_by_name(server: str) -> None:
         assert len(axis.values) > 1
         assert not found.refusals(found.baseline)
         assert found.snap(found.baseline) == found.baseline
-        for config in found.draw(random.Random(1), 200):
+        for config in found.sample(random.Random(1), 200):
             assert found.snap(config) == config
-        assert len({config_key(c) for c in found.draw(random.Random(1), 10_000)}) == found.size
+        assert len({config_key(c) for c in found.sample(random.Random(1), 10_000)}) == found.size
 
 
 def test_each_server_has_only_its_own_knobs() -> None:
@@ -130,7 +130,7 @@ def test_the_context_is_varied_down_to_the_longest_request() -> None:
 def test_a_method_decides_which_keys_there_are() -> None:
     found = space(fix=["all"], vary={SPECULATION: None, METHOD: None})
     assert found.size == 1 + 5 * (3 * 3 + 1)
-    kinds = {tuple(c[SPECULATION] or ()) for c in found.draw(random.Random(1), 10_000)}
+    kinds = {tuple(c[SPECULATION] or ()) for c in found.sample(random.Random(1), 10_000)}
     assert kinds == {
         (),
         ("method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"),
@@ -154,7 +154,7 @@ def test_long_partial_prefills_exist_beside_partial_ones() -> None:
     assert found.baseline["max_num_partial_prefills"] is None
     kinds = {
         (c["max_num_partial_prefills"], c["max_long_partial_prefills"])
-        for c in found.draw(random.Random(1), 999)
+        for c in found.sample(random.Random(1), 999)
         if not found.refusals(c)
     }
     assert kinds == {(None, 1), (1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2), (8, 4)}
@@ -166,7 +166,7 @@ def test_the_engine_takes_every_config_that_no_rule_refuses() -> None:
 
     names = {knob.name: None for knob in knobs_of("bundled")}
     found = space(around=Surroundings("bundled", longest_request=2000), vary=names)
-    configs = [c for c in found.draw(random.Random(3), 400) if not found.refusals(c)]
+    configs = [c for c in found.sample(random.Random(3), 400) if not found.refusals(c)]
     assert len(configs) > 50
     for config in configs:
         speculation = config[SPECULATION] and SpeculativeConfig.parse(config[SPECULATION])

@@ -160,7 +160,7 @@ def test_of_the_users_draft_model_only_the_number_of_drafts_varies() -> None:
     found = build_space(mine, 8192, fix=["all"], vary={SPECULATION: None})
     assert [axis.name for axis in found.axes] == [DRAFTS]
     assert found.snap(mine) == mine
-    kinds = {json.dumps(config[SPECULATION]) for config in found.draw(random.Random(1), 99)}
+    kinds = {json.dumps(config[SPECULATION]) for config in found.sample(random.Random(1), 99)}
     assert len(kinds) == found.size == 6
     assert all(text == "null" or '"model": "x"' in text for text in kinds)
 

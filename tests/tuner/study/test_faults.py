@@ -27,7 +27,7 @@ from analytic_target import AnalyticTarget
 from rich.console import Console
 
 import tuner.report.report as report_module
-import tuner.report.study_result as verdict_module
+import tuner.report.study_result as study_result_module
 from loadgen.measure.clock import UnixClock
 from loadgen.measure.record import Records
 from loadgen.target import CLIENT_KILLED, RunFailed, StartFailed
@@ -96,8 +96,8 @@ def real_trial(tmp_path: Path) -> Iterator[Any]:
         words = [sys.executable, "-S", str(FAKE), "fake", "--time-scale", "0.1", *fault]
         target = ServerTarget(f"{shlex.join(words)} {{flags}} --port {{port}}", log_dir=tmp_path, **options)
         bench = Bench(target, notebook or Notebook(), Interrupts(), tmp_path)
-        proposal: Any = SimpleNamespace(number=0, draw=0, config={"max_num_seqs": 8}, origin="test")
-        optimizer = SimpleNamespace(job=Job(workload="random", rate=20.0, run_seconds=2.0), survey=None)
+        proposal: Any = SimpleNamespace(number=0, request_set=0, config={"max_num_seqs": 8}, origin="test")
+        optimizer = SimpleNamespace(job=Job(workload="random", rate=20.0, run_seconds=2.0), profile=None)
         load = Load(_workload(), 0, 2.0, optimizer.job.rate, None)
         bounds = SLO.resolve(lambda metric, cls: float("nan"))
         return bench.trial(proposal, {}, lambda server: load, Criteria(SLO, bounds))
@@ -217,16 +217,16 @@ def test_a_report_that_cannot_be_written_costs_the_report_only(
 ) -> None:
     optimizer = make(AnalyticTarget())
     monkeypatch.setattr(report_module, "write_atomically", no_space)
-    verdict = verdict_module.come_to_verdict(optimizer)
-    verdict.show(Console(stderr=True), as_json=False)
+    result = study_result_module.finish_study(optimizer)
+    result.show(Console(stderr=True), as_json=False)
     said = capsys.readouterr()
-    assert said.out.splitlines() == list(verdict.lines)
+    assert said.out.splitlines() == list(result.lines)
     assert "error: the report cannot be written: [Errno 28] No space left on device" in said.err
     monkeypatch.undo()
     again = make(AnalyticTarget())
-    written = verdict_module.come_to_verdict(again)
+    written = study_result_module.finish_study(again)
     assert {Path(file).name for file in written.files} == {"report.html", "report.md", "report.json"}
-    assert written.lines == verdict.lines
+    assert written.lines == result.lines
     assert_whole(again)
 
 
@@ -376,9 +376,11 @@ def test_one_that_is_killed_again_and_again_is_given_up(tmp_path: Path) -> None:
 
 def test_leaving_ends_every_worker(tmp_path: Path) -> None:
     names = ("worker-1", "worker-2")
-    crew = [local(tmp_path, "import time; print('up', flush=True); time.sleep(600)", name) for name in names]
+    coordination = [
+        local(tmp_path, "import time; print('up', flush=True); time.sleep(600)", name) for name in names
+    ]
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(KeyboardInterrupt), LocalWorkers(crew, lambda line: None):
+    with pytest.raises(KeyboardInterrupt), LocalWorkers(coordination, lambda line: None):
         raise KeyboardInterrupt
     assert set(psutil.Process().children(recursive=True)) == before
 

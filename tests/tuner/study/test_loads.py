@@ -191,7 +191,7 @@ def test_an_interrupt_keeps_what_was_measured(done: tuple[Optimizer, Any]) -> No
 def test_without_loads_nothing_is_compared(loads: Any, done: tuple[Optimizer, Any]) -> None:
     optimizer, outcome = done
     changed = copy.copy(optimizer)
-    changed.offer = replace(optimizer.offer, job=replace(optimizer.job, loads=loads))
+    changed.load_selection = replace(optimizer.load_selection, job=replace(optimizer.job, loads=loads))
     assert compare_loads(changed, outcome) is None
 
 

@@ -258,8 +258,8 @@ def test_the_rate_is_70_percent_of_the_capacity_found(make: Any) -> None:
     notebook = Notebook()
     optimizer = make(AnalyticTarget(), notebook, rate=None, trials=2)
     optimizer.run()
-    survey = optimizer.survey
-    assert survey.rate == pytest.approx(0.7 * survey.capacity[-1][2])
+    profile = optimizer.profile
+    assert profile.rate == pytest.approx(0.7 * profile.capacity[-1][2])
     assert optimizer.load.arrival.description.startswith("open loop, Poisson")
     assert any("offered" in note for note in notebook.notes)
 
@@ -267,7 +267,7 @@ def test_the_rate_is_70_percent_of_the_capacity_found(make: Any) -> None:
 def test_the_throughput_preset_is_measured_in_a_closed_loop(make: Any) -> None:
     optimizer = make(AnalyticTarget(), slo="throughput", rate=None, trials=2, run_seconds=10.0)
     optimizer.run()
-    assert optimizer.survey.rate is None
+    assert optimizer.profile.rate is None
     assert optimizer.load.arrival.description.startswith("closed loop")
 
 

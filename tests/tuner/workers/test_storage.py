@@ -18,7 +18,7 @@ from servers.slo.objective import parse_slo
 from tuner.output.folder import OutputError, locked
 from tuner.workers.storage import (
     Heartbeat,
-    Patience,
+    RetryPolicy,
     SharedStorage,
     StorageError,
     create_study,
@@ -50,8 +50,8 @@ def time_() -> Time:
 
 
 @pytest.fixture
-def patience(time_: Time) -> Patience:
-    return Patience(seconds=30.0, sleep=time_.sleep, clock=lambda: time_.now)
+def retry(time_: Time) -> RetryPolicy:
+    return RetryPolicy(seconds=30.0, sleep=time_.sleep, clock=lambda: time_.now)
 
 
 def gone(state: Any = None, invalidated: bool = False) -> Any:
@@ -74,43 +74,43 @@ def failing(times: int, error: Any) -> Callable[..., Any]:
     return operation
 
 
-def test_a_database_that_comes_back_is_waited_for(patience: Patience, time_: Time) -> None:
+def test_a_database_that_comes_back_is_waited_for(retry: RetryPolicy, time_: Time) -> None:
     notes: list[str] = []
-    patience.notify = notes.append
-    assert patience.call(failing(5, gone())) == "done"
+    retry.notify = notes.append
+    assert retry.call(failing(5, gone())) == "done"
     assert time_.naps == sorted(time_.naps)
-    assert max(time_.naps) <= patience.longest_pause
+    assert max(time_.naps) <= retry.longest_pause
     assert notes == [
         "the database does not answer: trying again for up to 30 s",
         "the database answers again",
     ]
 
 
-def test_one_that_does_not_come_back_is_given_up(patience: Patience, time_: Time) -> None:
+def test_one_that_does_not_come_back_is_given_up(retry: RetryPolicy, time_: Time) -> None:
     with pytest.raises(StorageInternalError):
-        patience.call(failing(1000, gone()))
+        retry.call(failing(1000, gone()))
     assert 20 < time_.now <= 30
 
 
-def test_somebody_who_wants_an_end_is_not_kept(patience: Patience, time_: Time) -> None:
-    patience.hurried = lambda: True
+def test_somebody_who_wants_an_end_is_not_kept(retry: RetryPolicy, time_: Time) -> None:
+    retry.stopping = lambda: True
     with pytest.raises(StorageInternalError):
-        patience.call(failing(1000, gone()))
+        retry.call(failing(1000, gone()))
     assert time_.now <= 5
 
 
-def test_a_second_interrupt_ends_the_wait_at_once(patience: Patience) -> None:
+def test_a_second_interrupt_ends_the_wait_at_once(retry: RetryPolicy) -> None:
     def interrupted(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    patience.sleep = interrupted
+    retry.sleep = interrupted
     with pytest.raises(KeyboardInterrupt):
-        patience.call(failing(1000, gone()))
+        retry.call(failing(1000, gone()))
 
 
-def test_what_will_not_pass_is_not_waited_for(patience: Patience, time_: Time) -> None:
+def test_what_will_not_pass_is_not_waited_for(retry: RetryPolicy, time_: Time) -> None:
     with pytest.raises(StorageInternalError):
-        patience.call(failing(1000, gone(state="53100")))  # its disk is full
+        retry.call(failing(1000, gone(state="53100")))  # its disk is full
     assert time_.naps == []
 
 
@@ -165,7 +165,7 @@ def test_a_change_that_was_made_before_its_reply_was_lost_is_ours(
 ) -> None:
     study = open_study(shared, "s", OBJECTIVE)
     trial = study.ask()
-    shared.patience = Patience(sleep=time_.sleep, clock=lambda: time_.now)
+    shared.retry = RetryPolicy(sleep=time_.sleep, clock=lambda: time_.now)
     original = optuna.storages.RDBStorage.set_trial_state_values
     replies = iter([gone()])
 
