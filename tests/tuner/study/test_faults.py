@@ -296,6 +296,7 @@ LABELS = {
     "engine/server/responses.py": "the created field of an answer",
     "engine/server/api.py": "the created field of the models",
     "engine/text/chat_template.py": "a template asks for the date",
+    "engine/metrics/families.py": "the created sample of a counter",
     "loadgen/measure/clock.py": "read once, moved by the monotonic clock",
     "loadgen/wire/client.py": "when a run began",
     "loadgen/recording/proxy.py": "when a request came; intervals are monotonic",
