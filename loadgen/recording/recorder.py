@@ -21,8 +21,8 @@ from typing import Any
 from loadgen.plan.trace_formats import SAMPLING, SCHEMA
 from loadgen.plan.traces import class_of
 from loadgen.recording.proxy import Passage
-from loadgen.wire.completion import read_stream
 from loadgen.wire.http1 import MalformedMessage, Response, decode
+from loadgen.wire.stream import read_stream
 from servers.files import write_atomically
 
 PATHS = ("/v1/completions", "/v1/chat/completions")

@@ -1,21 +1,17 @@
-"""From one exchange's raw bytes to its record: OpenAI streaming, failures, tokens of each chunk."""
+"""From one exchange's raw bytes to its record: failures, and the tokens of each chunk."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
-
-import msgspec
 
 from loadgen.measure.record import Failure, RequestRecord
 from loadgen.plan.workload import PlannedRequest
 from loadgen.wire.http1 import MalformedMessage, Response, decode
 from loadgen.wire.messages import End, Exchange
-from loadgen.wire.sse import events
+from loadgen.wire.stream import Delta, Stream, error_message, read_json, read_stream, token_count
 
 _BEFORE_AN_ANSWER = {
     End.COMPLETE: Failure.GARBAGE,
@@ -49,55 +45,14 @@ _STATUS = {
     429: Failure.RATE_LIMITED,
     503: Failure.UNAVAILABLE,
 }
-
-
-_MOST_TOKENS = 1 << 31
-"""A larger count is taken for none: what it stands for is no number of tokens."""
 _RETRY_DIGITS = 10
-_MESSAGE_BYTES = 1 << 20
-"""Of a body that is no stream: where an error is looked for."""
-
-
-class _Body(msgspec.Struct, gc=False):
-    """What is read of an event. What the values are is looked at one by one: servers differ."""
-
-    choices: Any = None
-    usage: Any = None
-    metrics: Any = None
-    error: Any = None
-
-
-_decoder = msgspec.json.Decoder(_Body)
-
-
-class _Delta(msgspec.Struct, frozen=True, gc=False):
-    """One event with a choice: how much text, and how many tokens where the server counts them."""
-
-    at_ns: int
-    chars: int
-    tokens: int | None
-    role_only: bool
-    finished: bool
-
-
-@dataclass(slots=True)
-class _Stream:
-    """What a stream said."""
-
-    deltas: list[_Delta] = field(default_factory=list)
-    finish_reason: str | None = None
-    usage: dict[str, Any] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-    """The engine's own times of the request, where it sends them."""
-    failure: Failure | None = None
-    detail: str = ""
 
 
 def parse_exchange(exchange: Exchange, planned: PlannedRequest, start_ns: int) -> RequestRecord:
     """The record of ``exchange``; its times become relative to ``start_ns``."""
     response, failure, detail = _decode(exchange)
-    stream = _Stream() if response is None or failure else read_stream(response)
-    completion = _integer(stream.usage.get("completion_tokens"))
+    stream = Stream() if response is None or failure else read_stream(response)
+    completion = token_count(stream.usage.get("completion_tokens"))
     chunks = merge_by_stamp(allot_tokens(stream.deltas, completion))
     if failure is None:
         failure, detail = _judge(exchange, planned, stream, delivered=bool(chunks))
@@ -115,7 +70,7 @@ def parse_exchange(exchange: Exchange, planned: PlannedRequest, start_ns: int) -
         status=None if response is None else response.status,
         retry_after=None if response is None else _retry_after(response.headers.get("retry-after")),
         finish_reason=stream.finish_reason,
-        prompt_tokens=_integer(stream.usage.get("prompt_tokens")),
+        prompt_tokens=token_count(stream.usage.get("prompt_tokens")),
         completion_tokens=completion,
         cached_tokens=_cached_tokens(stream.usage),
         planned_prompt=None if planned.prompt_token_ids is None else len(planned.prompt_token_ids),
@@ -138,12 +93,16 @@ def _decode(exchange: Exchange) -> tuple[Response | None, Failure | None, str]:
         return None, Failure.GARBAGE if whole else _MID_STREAM[exchange.end], exchange.detail or str(error)
     status = response.status
     if status != 200:
-        return response, _STATUS.get(status, Failure.HTTP_ERROR), f"HTTP {status}: {_message(response.body)}"
+        return (
+            response,
+            _STATUS.get(status, Failure.HTTP_ERROR),
+            f"HTTP {status}: {error_message(response.body)}",
+        )
     kind = response.headers.get("content-type", "")
     if response.complete and "text/event-stream" not in kind:
-        body = _json(response.body[:_MESSAGE_BYTES])
+        body = read_json(response.body)
         if isinstance(body, dict) and "error" in body:
-            return response, Failure.IN_BAND_ERROR, _message(response.body)
+            return response, Failure.IN_BAND_ERROR, error_message(response.body)
         return response, Failure.GARBAGE, f"expected an event stream, got {kind or 'no content type'}"
     if (coding := response.headers.get("content-encoding", "identity")) != "identity":
         return response, Failure.GARBAGE, f"the body is coded ({coding}), which was not asked for"
@@ -151,7 +110,7 @@ def _decode(exchange: Exchange) -> tuple[Response | None, Failure | None, str]:
 
 
 def _judge(
-    exchange: Exchange, planned: PlannedRequest, stream: _Stream, delivered: bool
+    exchange: Exchange, planned: PlannedRequest, stream: Stream, delivered: bool
 ) -> tuple[Failure | None, str]:
     """Success needs a finish reason, no error in the stream, and with ignore_eos the right token count."""
     if stream.failure is not None:
@@ -159,64 +118,12 @@ def _judge(
     ended = exchange.end in (End.COMPLETE, End.CLOSED, End.RESET)
     if stream.finish_reason is None or not ended:
         return _MID_STREAM[exchange.end], exchange.detail
-    completion = _integer(stream.usage.get("completion_tokens"))
+    completion = token_count(stream.usage.get("completion_tokens"))
     if not delivered:
         return Failure.NO_TOKENS, f"finish reason {stream.finish_reason!r} without a token"
     if planned.ignore_eos and completion is not None and completion != planned.max_tokens:
         return Failure.TOKEN_COUNT, f"asked for {planned.max_tokens} tokens, got {completion}"
     return None, ""
-
-
-def read_stream(response: Response) -> _Stream:
-    """Walk the events up to the first that ends or spoils the stream."""
-    stream = _Stream()
-    counted = 0
-    for data, at_ns in events(response.parts, response.stamps):
-        if data == b"[DONE]":
-            break
-        body = _event(data)
-        if body is None:
-            if response.complete:  # else the connection ended inside this event
-                stream.failure, stream.detail = Failure.GARBAGE, f"not a JSON object: {data[:80]!r}"
-            break
-        if body.error is not None:
-            stream.failure, stream.detail = Failure.IN_BAND_ERROR, _message(data)
-            break
-        try:
-            counted = _take_event(stream, body, at_ns, counted)
-        except RecursionError:
-            stream.failure, stream.detail = Failure.GARBAGE, f"nested too deeply: {data[:80]!r}"
-            break
-    return stream
-
-
-def _event(data: bytes) -> _Body | None:
-    """None for what is no JSON object."""
-    try:
-        return _decoder.decode(data)
-    except (msgspec.DecodeError, RecursionError):
-        parsed = _json(data)  # takes half a character and numbers beyond a float, as servers write them
-    return msgspec.convert(parsed, _Body) if isinstance(parsed, dict) else None
-
-
-def _take_event(stream: _Stream, body: _Body, at_ns: int, counted: int) -> int:
-    """Add one event; returns the tokens that running usage has counted so far."""
-    usage, choices = body.usage, body.choices
-    if isinstance(usage, dict):
-        stream.usage = usage
-    if isinstance(body.metrics, dict):
-        stream.metrics = body.metrics
-    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
-        return counted
-    choice = choices[0]
-    tokens, counted = _exact_tokens(choice, usage, counted)
-    finish = choice.get("finish_reason")
-    if finish is not None:
-        stream.finish_reason = str(finish)
-    text = _text(choice)
-    role_only = not text and _names_role(choice)
-    stream.deltas.append(_Delta(at_ns, len(text), tokens, role_only, finish is not None))
-    return counted
 
 
 def _milliseconds(value: object) -> float | None:
@@ -226,36 +133,7 @@ def _milliseconds(value: object) -> float | None:
     return value / 1e3
 
 
-def _text(choice: dict[str, Any]) -> str:
-    """Generated text of any kind: completion text, chat content, reasoning, tool arguments."""
-    if isinstance(choice.get("text"), str):
-        return str(choice["text"])
-    delta = choice.get("delta")
-    if not isinstance(delta, dict):
-        return ""
-    parts = [delta.get(name) for name in ("content", "reasoning_content", "reasoning")]
-    text = "".join(part for part in parts if isinstance(part, str))
-    return text if not delta.get("tool_calls") else text + json.dumps(delta["tool_calls"])
-
-
-def _names_role(choice: dict[str, Any]) -> bool:
-    delta = choice.get("delta")
-    return isinstance(delta, dict) and "role" in delta
-
-
-def _exact_tokens(choice: dict[str, Any], usage: object, counted: int) -> tuple[int | None, int]:
-    """How many tokens this event carries, where the server says so (token ids, or running usage)."""
-    ids = choice.get("token_ids")
-    if isinstance(ids, list):
-        return len(ids), counted + len(ids)
-    if isinstance(usage, dict):
-        total = _integer(usage.get("completion_tokens"))
-        if total is not None:
-            return total - counted, total
-    return None, counted
-
-
-def allot_tokens(deltas: Sequence[_Delta], total: int | None) -> list[tuple[int, float]]:
+def allot_tokens(deltas: Sequence[Delta], total: int | None) -> list[tuple[int, float]]:
     """(stamp, tokens) of the deltas that carry tokens.
 
     The first delta with text is the first token; empty ones before it carry none, and what they may
@@ -288,7 +166,7 @@ def merge_by_stamp(tokens: Iterable[tuple[int, float]]) -> dict[int, float]:
     return chunks
 
 
-def _carriers(deltas: Sequence[_Delta], total: int) -> list[_Delta] | None:
+def _carriers(deltas: Sequence[Delta], total: int) -> list[Delta] | None:
     """The deltas, empty ones included, if there are exactly ``total`` (a bare finish may be left out)."""
     everything = [delta for delta in deltas if not delta.role_only]
     if len(everything) == total:
@@ -297,13 +175,13 @@ def _carriers(deltas: Sequence[_Delta], total: int) -> list[_Delta] | None:
     return without_finish if len(without_finish) == total else None
 
 
-def _from_first_text(deltas: Sequence[_Delta], tokens: Sequence[float]) -> list[tuple[int, float]]:
+def _from_first_text(deltas: Sequence[Delta], tokens: Sequence[float]) -> list[tuple[int, float]]:
     first = next((i for i, delta in enumerate(deltas) if delta.chars), 0)
     counts = [sum(tokens[: first + 1]), *tokens[first + 1 :]]
     return [(delta.at_ns, count) for delta, count in zip(deltas[first:], counts, strict=True)]
 
 
-def _spread(deltas: Sequence[_Delta], total: int) -> list[float]:
+def _spread(deltas: Sequence[Delta], total: int) -> list[float]:
     """One token each; the surplus in shares of the text, its remainder to the most text a token."""
     chars = sum(delta.chars for delta in deltas) or 1
     surplus = total - len(deltas)
@@ -314,39 +192,9 @@ def _spread(deltas: Sequence[_Delta], total: int) -> list[float]:
     return [float(count) for count in counts]
 
 
-def _json(data: bytes) -> object:
-    """None for what is no JSON."""
-    try:
-        # Given bytes, it guesses their encoding first.
-        return json.loads(data.decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError):
-        return None
-
-
-def _message(body: bytes) -> str:
-    """The server's own words, cut to a line."""
-    body = body[:_MESSAGE_BYTES]
-    parsed = _json(body)
-    error = parsed.get("error", parsed) if isinstance(parsed, dict) else None
-    if isinstance(error, dict):
-        error = error.get("message") or error.get("detail")
-    try:
-        text = str(error) if error else ""
-    except RecursionError:
-        text = ""
-    return " ".join((text or body.decode("utf-8", "replace")).split())[:300]
-
-
-def _integer(value: object) -> int | None:
-    """A count of tokens; None for what is none."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return None
-    return value if 0 <= value < _MOST_TOKENS else None
-
-
 def _cached_tokens(usage: dict[str, Any]) -> int | None:
     details = usage.get("prompt_tokens_details")
-    return _integer(details.get("cached_tokens")) if isinstance(details, dict) else None
+    return token_count(details.get("cached_tokens")) if isinstance(details, dict) else None
 
 
 def _retry_after(value: str | None) -> float | None:

@@ -23,8 +23,14 @@ def events(parts: Sequence[bytes], stamps: Sequence[int]) -> Iterator[tuple[byte
     """… and the parts of the line that goes on."""
     after_cr, first, at_ns = False, True, 0
     for data, stamp in zip(parts, stamps, strict=True):
-        if not (values or cut or after_cr) and _is_one_event(data):
-            yield data[6:-2], stamp
+        if (
+            not (values or cut or after_cr)
+            and data.find(b"\n") == len(data) - 2
+            and data.startswith(b"data: ")
+            and data.endswith(b"\n")
+            and b"\r" not in data
+        ):
+            yield data[6:-2], stamp  # the usual part of a stream: one event of one line
             first = False
             continue
         if after_cr and data.startswith(b"\n"):
@@ -51,12 +57,6 @@ def events(parts: Sequence[bytes], stamps: Sequence[int]) -> Iterator[tuple[byte
     values += _value(b"".join(cut))
     if values:
         yield b"\n".join(values), at_ns
-
-
-def _is_one_event(data: bytes) -> bool:
-    """The usual part of a stream: one event of one line."""
-    ends = data.find(b"\n") == len(data) - 2 and data.endswith(b"\n")
-    return ends and data.startswith(b"data: ") and b"\r" not in data
 
 
 def _value(line: bytes) -> list[bytes]:

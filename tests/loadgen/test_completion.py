@@ -11,8 +11,9 @@ from recorded_exchange import DONE, HEAD, MS, delta, event, exchange, parse, pla
 
 from loadgen.measure.record import Failure
 from loadgen.measure.stats import Summary, e2e, max_stall, tpot, ttft
-from loadgen.wire.completion import _Delta, allot_tokens, parse_exchange
+from loadgen.wire.completion import allot_tokens, parse_exchange
 from loadgen.wire.messages import End, Exchange
+from loadgen.wire.stream import Delta
 
 PLAIN = [
     (100, text("a")),
@@ -288,7 +289,7 @@ def test_odd_objects_are_survived(body: dict[str, Any]) -> None:
 
 DELTAS = st.lists(
     st.builds(
-        _Delta,
+        Delta,
         st.integers(0, 3),
         st.integers(0, 9),
         st.none() | st.integers(-2, 3),
@@ -301,7 +302,7 @@ DELTAS = st.lists(
 
 @settings(max_examples=400, deadline=None)
 @given(DELTAS, st.none() | st.integers(0, 30))
-def test_allotted_tokens_add_up(deltas: list[_Delta], total: int | None) -> None:
+def test_allotted_tokens_add_up(deltas: list[Delta], total: int | None) -> None:
     allotted = allot_tokens(deltas, total)
     if allotted and total is not None:
         assert sum(count for _, count in allotted) == pytest.approx(total)
