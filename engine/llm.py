@@ -42,7 +42,7 @@ class Completion:
 
 
 @dataclass
-class _Sequence:
+class _OfflineSequence:
     """A request on its way, and the text made of it so far."""
 
     request: Request
@@ -140,7 +140,9 @@ class LLM:
         are computed anew. True: it was done."""
         return self.core.reset_prefix_cache(reset_connector)
 
-    def _run(self, sequences: list[_Sequence], arrivals: Sequence[int], observe: Observer | None) -> None:
+    def _run(
+        self, sequences: list[_OfflineSequence], arrivals: Sequence[int], observe: Observer | None
+    ) -> None:
         by_id = {sequence.request.request_id: sequence for sequence in sequences}
         # Within a step requests are added in the order of the prompts.
         pending = sorted(range(len(sequences)), key=lambda i: arrivals[i])
@@ -160,7 +162,7 @@ class LLM:
                 observe(plan, output)
             step += 1
 
-    def _sequence(self, prompt: Prompt, sampling: SamplingParams, priority: int) -> _Sequence:
+    def _sequence(self, prompt: Prompt, sampling: SamplingParams, priority: int) -> _OfflineSequence:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         limit = self.core.config.max_model_len
         assert limit is not None
@@ -183,4 +185,4 @@ class LLM:
             priority=priority,
             arrival_time=float(self._num_requests),
         )
-        return _Sequence(request, TextStream(self.tokenizer, sampling))
+        return _OfflineSequence(request, TextStream(self.tokenizer, sampling))

@@ -43,7 +43,7 @@ from engine.spec.make import ProposerFactory, make_proposer
 from engine.spec.proposer import TargetStep
 from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 
-INPUT_BYTES = 64
+INPUT_BYTES_PER_TOKEN = 64
 """Of a token's id, position and slot, in the widths that the kernels want them in."""
 
 
@@ -147,7 +147,7 @@ class ModelRunner:
             self.config.max_num_batched_tokens, self.config.max_num_seqs, self._max_model_len
         )
         sampling = Sampler.scratch_bytes(self._max_rows, self.model_config.vocab_size)
-        inputs = INPUT_BYTES * self.config.max_num_batched_tokens
+        inputs = INPUT_BYTES_PER_TOKEN * self.config.max_num_batched_tokens
         drafting = self._proposer.activation_bytes() if self._proposer is not None else 0
         buffers = self._workspace.nbytes + inputs + drafting
         return buffers + max(operations, sampling) + held_by_others(self._device)

@@ -16,7 +16,14 @@ from benchmarks.engine.phases import run as on_phase
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import SamplingParams
-from engine.sim.simulate import ModelSize, SimulatedRunner, TimedRequest, VirtualClock, drive, own_prompt
+from engine.sim.simulate import (
+    ModelSize,
+    SimulatedRunner,
+    TimedRequest,
+    VirtualClock,
+    own_prompt,
+    run_workload,
+)
 from engine.sim.step_times import StepTimes
 from engine.step import StepOutput, StepPlan
 
@@ -55,7 +62,7 @@ def four_requests() -> Iterator[Figure]:
     )
     sampling = SamplingParams(max_tokens=32, temperature=0.0)
     requests = [TimedRequest(name, 0.0, own_prompt(place, 1), sampling) for place, name in enumerate(ends)]
-    drive(EngineCore(config, runner, clock), clock, requests)
+    run_workload(EngineCore(config, runner, clock), clock, requests)
     share = sum(answers) / (len(answers) * clock())
     yield Figure("four requests", 47, 100 * share, "amount", "% of slots")
     setting = simulated_h100()
@@ -264,7 +271,7 @@ def shared_copy() -> Iterator[Figure]:
         sampling = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
         requests = [TimedRequest(f"r{i}", 0.0 if i == 0 else 2.5, p, sampling) for i, p in enumerate(prompts)]
         free: list[int] = []
-        drive(core, clock, requests, partial(_note_free, free))
+        run_workload(core, clock, requests, partial(_note_free, free))
         held[caching] = 10_000 - min(free)
     whole = 2000 // 16
     yield Figure("copies without caching", 50, held[False] / (whole + 2), "amount")

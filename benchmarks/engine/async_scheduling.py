@@ -34,8 +34,8 @@ from engine.sim.simulate import (
     TimedRequest,
     VirtualClock,
     WallClock,
-    drive,
     own_prompt,
+    run_workload,
 )
 from engine.sim.step_times import StepTimes
 
@@ -127,7 +127,7 @@ def seconds_a_step(load: Load, times: StepTimes, async_scheduling: bool) -> floa
         steps += 1
 
     core = EngineCore(load.config(async_scheduling), SimulatedRunner(NO_MODEL, times, clock), clock)
-    drive(core, clock, load.requests(), count)
+    run_workload(core, clock, load.requests(), count)
     return clock.now / steps
 
 
@@ -180,7 +180,7 @@ def real(rounds: int) -> None:
                 replace(item, prompt_token_ids=range(100 + place, 100 + place + load.prompt))
                 for place, item in enumerate(load.requests())
             ]
-            drive(core, clock, requests)
+            run_workload(core, clock, requests)
             if number:  # the first round warms up
                 rates[ahead].append(load.count * load.output / clock())
     plain, overlapped = (statistics.median(rates[key]) for key in (False, True))

@@ -17,7 +17,7 @@ from engine.models.model_config import ModelConfig
 from engine.request import Request, SamplingParams
 from engine.sim.calibrate import calibrate
 from engine.sim.devices import H100_SXM, roofline
-from engine.sim.simulate import Clock, ModelSize, SimulatedRunner, VirtualClock, WallClock
+from engine.sim.simulate import ModelSize, SimulatedRunner, VirtualClock, WallClock, WorkloadClock
 from engine.sim.step_times import StepTimes
 
 BUNDLED = "bundled"
@@ -48,7 +48,7 @@ class Setting:
 
     name: str
     config: EngineConfig
-    make: Callable[[], tuple[Runner, Clock]]
+    make: Callable[[], tuple[Runner, WorkloadClock]]
     rate: float
     """Short chats a second, with a long document among eight, that are about two thirds of its capacity."""
 
@@ -90,7 +90,7 @@ def simulated_h100(model: ModelConfig = LLAMA_8B) -> Setting:
     return Setting(f"simulated: 8B, {times.source}", config, lambda: on_virtual_time(size, times), 75.0)
 
 
-def on_virtual_time(size: ModelSize, times: StepTimes) -> tuple[Runner, Clock]:
+def on_virtual_time(size: ModelSize, times: StepTimes) -> tuple[Runner, WorkloadClock]:
     clock = VirtualClock()
     return SimulatedRunner(size, times, clock), clock
 

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.engine.baselines import Setting, add_options, make_setting
 from engine.core import EngineCore
 from engine.request import SamplingParams
-from engine.sim.simulate import TimedRequest, Timeline, drive
+from engine.sim.simulate import RequestTimeline, TimedRequest, run_workload
 
 WAYS: dict[str, dict[str, int]] = {
     "any number (default)": {},
@@ -66,12 +66,12 @@ def request(name: str, arrival: float, prompt: int, output: int, rng: np.random.
     return TimedRequest(name, arrival, rng.integers(100, VOCABULARY, prompt).tolist(), sampling)
 
 
-def run(setting: Setting, requests: Sequence[TimedRequest], flags: dict[str, Any]) -> list[Timeline]:
+def run(setting: Setting, requests: Sequence[TimedRequest], flags: dict[str, Any]) -> list[RequestTimeline]:
     runner, clock = setting.make()
-    return drive(EngineCore(replace(setting.config, **flags), runner, clock), clock, requests)
+    return run_workload(EngineCore(replace(setting.config, **flags), runner, clock), clock, requests)
 
 
-def cells(timelines: Sequence[Timeline]) -> Iterator[float]:
+def cells(timelines: Sequence[RequestTimeline]) -> Iterator[float]:
     """TTFT of the short and of the long, P50 and P99, and the P99 of all gaps. Milliseconds."""
     for kind in ("short", "long"):
         ttft = [t.ttft for t in timelines if t.request.request_id.startswith(kind)]

@@ -27,12 +27,12 @@ from engine.core import EngineCore
 from engine.request import SamplingParams
 from engine.sim.simulate import (
     ModelSize,
+    RequestTimeline,
     SimulatedRunner,
     TimedRequest,
-    Timeline,
     VirtualClock,
-    drive,
     own_prompt,
+    run_workload,
 )
 from engine.sim.step_times import StepTimes
 from engine.step import StepOutput, StepPlan
@@ -63,11 +63,11 @@ def run(setting: Setting, requests: Sequence[TimedRequest], label: str, **flags:
     runner, clock = setting.make()
     core = EngineCore(replace(setting.config, **flags), runner, clock)
     occupancy = Occupancy(core.config.max_num_seqs)
-    timelines = drive(core, clock, requests, occupancy.observe)
+    timelines = run_workload(core, clock, requests, occupancy.observe)
     return summarize(label, timelines, occupancy)
 
 
-def summarize(label: str, timelines: Sequence[Timeline], occupancy: Occupancy) -> Row:
+def summarize(label: str, timelines: Sequence[RequestTimeline], occupancy: Occupancy) -> Row:
     gaps = np.concatenate([timeline.itl for timeline in timelines])
     ttft = np.array([timeline.ttft for timeline in timelines])
     tokens = sum(timeline.request.num_output_tokens for timeline in timelines)
@@ -151,7 +151,7 @@ def picture(phase: Phase, lengths: dict[str, int]) -> None:
     core = EngineCore(config, runner, clock)
     sampling = SamplingParams(max_tokens=32)
     requests = [TimedRequest(n, 0.0, own_prompt(place, 1), sampling) for place, n in enumerate(lengths)]
-    drive(core, clock, requests, note)
+    run_workload(core, clock, requests, note)
     steps = len(cells["A"])
     print(
         f"\n{phase}: {sum(lengths.values())} tokens in {steps} steps of 4 slots: "

@@ -11,7 +11,7 @@ from engine.config import EngineConfig
 from engine.request import Request, RequestStatus
 from engine.step import AdmissionStop, Rows, StepPlan
 
-WATERMARK = 0.01
+WATERMARK_SHARE = 0.01
 """Share of the blocks that an admission leaves free, lest those who run preempt it at once (V0's)."""
 
 
@@ -46,7 +46,7 @@ class TwoTrackScheduler(BaselineScheduler):
         self._host_tables: dict[str, list[int]] = {}
         """Host blocks of each swapped request, by id, in table order."""
         self._num_host_blocks = num_host_blocks
-        self._watermark = int(WATERMARK * (num_blocks - 1))
+        self._watermark = int(WATERMARK_SHARE * (num_blocks - 1))
 
     @property
     def num_waiting(self) -> int:

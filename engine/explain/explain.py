@@ -18,7 +18,7 @@ from engine.step import AdmissionStop, OneEach, ScheduledRequest, StepOutput, St
 
 
 @dataclass(frozen=True)
-class Share:
+class StepShare:
     """What one request gets of a step's budget. Counts are in tokens, taken when the step was planned."""
 
     request_id: str
@@ -38,7 +38,7 @@ class ExplainedStep:
 
     index: int
     plan: StepPlan
-    shares: tuple[Share, ...]
+    shares: tuple[StepShare, ...]
     emitted: Mapping[str, int]
     """Tokens emitted, before those after a stop are dropped."""
     output: StepOutput
@@ -140,9 +140,9 @@ def _request(arrival: ExplainRequest, place: int) -> Request:
     )
 
 
-def _share(item: ScheduledRequest) -> Share:
+def _share(item: ScheduledRequest) -> StepShare:
     num_drafts = len(item.drafts)
-    return Share(
+    return StepShare(
         request_id=item.request.request_id,
         num_tokens=item.num_tokens,
         num_drafts=num_drafts,

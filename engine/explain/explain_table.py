@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TextIO
 
-from engine.explain.explain import ExplainedStep, Share
+from engine.explain.explain import ExplainedStep, StepShare
 from engine.explain.explain_input import Setup
 
 HEADINGS: tuple[str, ...] = (
@@ -20,9 +20,9 @@ HEADINGS: tuple[str, ...] = (
     "what happens",
 )
 LEFT_ALIGNED = ("budget", "who gets how many", "what happens")
-WIDEST_COLUMN = 60
+MAX_COLUMN_CHARACTERS = 60
 """A longer cell pushes its row to the right, and not the whole column."""
-BAR_WIDTH = 32
+BAR_CHARACTERS = 32
 LEGEND = "budget: d decode, p prefill, s speculative draft, . left over"
 
 
@@ -58,18 +58,18 @@ def budget_bar(step: ExplainedStep) -> str:
     """The budget as a strip of letters, one a token, or scaled down where the budget is large."""
     letters = "".join(_letters(share) for share in step.shares) + "x" * sum(step.plan.padding)
     budget = step.plan.token_budget
-    if budget <= BAR_WIDTH:
+    if budget <= BAR_CHARACTERS:
         return letters.ljust(budget, ".")
-    cells = [int(place * budget / BAR_WIDTH) for place in range(BAR_WIDTH)]
+    cells = [int(place * budget / BAR_CHARACTERS) for place in range(BAR_CHARACTERS)]
     return "".join(letters[cell] if cell < len(letters) else "." for cell in cells)
 
 
-def _letters(share: Share) -> str:
+def _letters(share: StepShare) -> str:
     own = share.num_tokens - share.num_drafts
     return ("p" if share.prefill else "d") * own + "s" * share.num_drafts
 
 
-def describe_share(share: Share) -> str:
+def describe_share(share: StepShare) -> str:
     """``A 1``, ``A 1+3`` with drafts, ``A 6 (6/10)`` for a prefill that is not at its end before the step."""
     own = share.num_tokens - share.num_drafts
     text = f"{share.request_id} {own}"
@@ -119,7 +119,7 @@ def print_steps(setup: Setup, steps: Iterable[ExplainedStep], file: TextIO) -> N
         for step in steps:
             rows.append(_cells(setup, step))
     finally:
-        widths = [min(max(map(len, column)), WIDEST_COLUMN) for column in zip(*rows, strict=True)]
+        widths = [min(max(map(len, column)), MAX_COLUMN_CHARACTERS) for column in zip(*rows, strict=True)]
         for row in rows:
             line = "  ".join(
                 cell.ljust(width) if heading in LEFT_ALIGNED else cell.rjust(width)

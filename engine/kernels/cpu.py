@@ -19,7 +19,7 @@ PACKED_ROWS = 64
 GATHER_BYTES = 4 << 20
 """Decoding sequences are attended together in groups whose gathered keys and values stay below this."""
 
-QUERY_CHUNK = 256
+QUERY_CHUNK_TOKENS = 256
 """Query tokens of one sequence attended at a time: bounds the mask."""
 
 
@@ -109,7 +109,8 @@ class _Decodes:
 
 @dataclass(frozen=True)
 class _Prefill:
-    """Up to QUERY_CHUNK consecutive queries of one sequence, with the table and mask of what they see."""
+    """Up to QUERY_CHUNK_TOKENS consecutive queries of one sequence, with the table and mask of what they
+    see."""
 
     start: int
     end: int
@@ -240,8 +241,8 @@ class TorchKernels(Kernels):
         first, last = int(batch.query_start[s]), int(batch.query_start[s + 1])
         table = batch.tables[batch.table_start[s] : batch.table_start[s + 1]]
         size, pieces = self.shape.block_size, []
-        for start in range(first, last, QUERY_CHUNK):
-            end = min(start + QUERY_CHUNK, last)
+        for start in range(first, last, QUERY_CHUNK_TOKENS):
+            end = min(start + QUERY_CHUNK_TOKENS, last)
             positions = batch.positions[start:end]
             low = int(_first_key(positions[:1], window)[0]) // size
             high = int(positions[-1]) // size + 1
@@ -297,7 +298,7 @@ class TorchKernels(Kernels):
         # As stored, unless that is in the computed type; dequantised; and the transposed copy.
         copies = 2 if shape.kv_format.storage in (None, self.dtype) else 4
         gathered = copies * max(GATHER_BYTES, context)
-        rows = shape.group * min(QUERY_CHUNK, max_tokens)
+        rows = shape.group * min(QUERY_CHUNK_TOKENS, max_tokens)
         mask = rows * max_model_len
         scores = 0 if shape.softcap is None else (4 + 4 + size) * shape.num_kv_heads * mask
         rotated = max_tokens * shape.query_size * (4 + 4 + size)

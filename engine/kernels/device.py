@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 logger = logging.getLogger("vtune.kernels")
 
-LARGEST_DEFAULT_CAPTURE = 512
+LARGEST_DEFAULT_CAPTURE_SIZE = 512
 """vLLM's, on every GPU but Blackwell."""
 
 
@@ -98,7 +98,7 @@ def capture_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]
         return tuple(sorted({size for size in config.cudagraph_capture_sizes if size <= budget}))
     largest = config.max_cudagraph_capture_size
     if largest is None:
-        largest = min(2 * config.max_num_seqs, LARGEST_DEFAULT_CAPTURE)
+        largest = min(2 * config.max_num_seqs, LARGEST_DEFAULT_CAPTURE_SIZE)
     largest = min(largest, budget)
     sizes = {1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)}
     if budget <= largest:

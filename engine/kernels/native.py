@@ -19,16 +19,16 @@ from engine.kernels.int8 import quantise_rows
 from engine.kernels.native_library import (
     Layer,
     Model,
+    NativeShape,
     NativeUnavailable,
-    Shape,
     Spent,
-    Step,
+    StepView,
     Weight,
     bind,
     load_library,
 )
 
-PANEL = 48
+PANEL_COLUMNS = 48
 """Columns of a packed panel; as in cpp/linear.h."""
 TASK_ROWS = 32
 """Query rows of an attention task; as in cpp/attention.h."""
@@ -76,7 +76,9 @@ class NativeLinear(Linear):
     ) -> None:
         weight = weight.contiguous()
         self.out_features, self.in_features = weight.shape
-        self.packed = _zeros((-(-self.out_features // PANEL) * PANEL, self.in_features), weight.dtype)
+        self.packed = _zeros(
+            (-(-self.out_features // PANEL_COLUMNS) * PANEL_COLUMNS, self.in_features), weight.dtype
+        )
         pack = load_library().pack_int8 if scales is not None else bind("pack", weight.dtype)
         sizes = self.out_features, self.in_features
         pack(ctypes.c_void_p(weight.data_ptr()), ctypes.c_void_p(self.packed.data_ptr()), *sizes)
@@ -111,7 +113,7 @@ class NativeCache:
 class NativeStep:
     """The C view of a batch, and the arrays that it points into."""
 
-    view: Step
+    view: StepView
     arrays: tuple[Int32, ...]
 
     @property
@@ -138,7 +140,7 @@ class NativeKernels(Kernels):
         self.shape, self.dtype, self.int8 = shape, dtype, int8
         self._tables = cos.contiguous(), sin.contiguous()
         self._cos, self._sin = (table.data_ptr() for table in self._tables)
-        self._shape = Shape(
+        self._shape = NativeShape(
             shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.block_size, shape.scale
         )
         self._shape_address = ctypes.addressof(self._shape)
@@ -197,7 +199,7 @@ class NativeKernels(Kernels):
             task_start,
         )
         addresses = (array.ctypes.data for array in arrays)
-        return NativeStep(Step(batch.num_tokens, batch.num_sequences, *addresses), arrays)
+        return NativeStep(StepView(batch.num_tokens, batch.num_sequences, *addresses), arrays)
 
     def rope_and_store(self, qkv: torch.Tensor, cache: NativeCache, step: NativeStep) -> None:
         self._rope_and_store(

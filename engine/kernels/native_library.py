@@ -35,11 +35,11 @@ class NativeUnavailable(RuntimeError):
     """The C++ kernels cannot be had on this machine; the message says why."""
 
 
-class Shape(ctypes.Structure):
+class NativeShape(ctypes.Structure):
     _fields_ = (("heads", _I), ("kv_heads", _I), ("head_dim", _I), ("block_size", _I), ("scale", _F))
 
 
-class Step(ctypes.Structure):
+class StepView(ctypes.Structure):
     _fields_ = (
         ("tokens", _I),
         ("sequences", _I),
@@ -71,7 +71,7 @@ class Layer(ctypes.Structure):
 
 class Model(ctypes.Structure):
     _fields_ = (
-        ("shape", Shape),
+        ("shape", NativeShape),
         ("hidden", _I),
         ("intermediate", _I),
         ("num_layers", _I),

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from engine.metrics.stats import StepStats
 
 logger = logging.getLogger("vtune")
-LOG_INTERVAL = 10.0
+LOG_INTERVAL_SECONDS = 10.0
 """Seconds between two statistics lines."""
 
 

@@ -15,13 +15,13 @@ from engine.metrics.stats import FinishedStats, StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # fmt: off
-REQUEST_LATENCY = (
+REQUEST_LATENCY_SECONDS = (
     .3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )
-FIRST_TOKEN = (
+FIRST_TOKEN_SECONDS = (
     .001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560,
 )
-INTER_TOKEN = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+INTER_TOKEN_SECONDS = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 # fmt: on
 ITERATION_TOKENS = (1, 8, *(1 << exponent for exponent in range(4, 15)))
 PARAMS_N = (1, 2, 5, 10, 20)
@@ -180,23 +180,29 @@ class PrometheusMetrics:
         self._iteration_tokens = define(
             "iteration_tokens_total", "Tokens booked per engine step.", ITERATION_TOKENS
         )
-        self._first_token = define("time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN)
+        self._first_token = define(
+            "time_to_first_token_seconds", "Arrival to first token.", FIRST_TOKEN_SECONDS
+        )
         self._inter_token = define(
-            "inter_token_latency_seconds", "Time between two outputs of a request.", INTER_TOKEN
+            "inter_token_latency_seconds", "Time between two outputs of a request.", INTER_TOKEN_SECONDS
         )
         self._time_per_output_token = define(
-            "request_time_per_output_token_seconds", "Mean time per token after the first.", INTER_TOKEN
+            "request_time_per_output_token_seconds",
+            "Mean time per token after the first.",
+            INTER_TOKEN_SECONDS,
         )
-        self._e2e = define("e2e_request_latency_seconds", "Arrival to finish.", REQUEST_LATENCY)
-        self._queue_time = define("request_queue_time_seconds", "Queued to first scheduled.", REQUEST_LATENCY)
+        self._e2e = define("e2e_request_latency_seconds", "Arrival to finish.", REQUEST_LATENCY_SECONDS)
+        self._queue_time = define(
+            "request_queue_time_seconds", "Queued to first scheduled.", REQUEST_LATENCY_SECONDS
+        )
         self._prefill_time = define(
-            "request_prefill_time_seconds", "First scheduled to first token.", REQUEST_LATENCY
+            "request_prefill_time_seconds", "First scheduled to first token.", REQUEST_LATENCY_SECONDS
         )
         self._decode_time = define(
-            "request_decode_time_seconds", "First token to last token.", REQUEST_LATENCY
+            "request_decode_time_seconds", "First token to last token.", REQUEST_LATENCY_SECONDS
         )
         self._inference_time = define(
-            "request_inference_time_seconds", "First scheduled to last token.", REQUEST_LATENCY
+            "request_inference_time_seconds", "First scheduled to last token.", REQUEST_LATENCY_SECONDS
         )
         self._request_prompt = define("request_prompt_tokens", "Prompt tokens of a request.", tokens)
         self._request_generation = define(

@@ -25,10 +25,10 @@ GREEDY_BELOW = 1e-5
 ROWS_AT_ONCE = 16
 """Rows drawn from together: bounds the memory of sorting and summing over the vocabulary."""
 
-BLOCK = 64
+BLOCK_COLUMNS = 64
 """The vocabulary is looked at in blocks of so many columns before single columns are."""
 
-CANDIDATES = 384
+TOP_P_CANDIDATES = 384
 """top-p looks at so many of the largest logits first; only a flatter distribution is sorted as a whole."""
 
 
@@ -222,10 +222,10 @@ def _scale(logits: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
 
 
 def _blocks(logits: torch.Tensor) -> torch.Tensor:
-    """[R, vocab] -> [R, blocks, BLOCK], padded with -inf."""
-    missing = -logits.shape[-1] % BLOCK
+    """[R, vocab] -> [R, blocks, BLOCK_COLUMNS], padded with -inf."""
+    missing = -logits.shape[-1] % BLOCK_COLUMNS
     padded = F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
-    return padded.unflatten(-1, (-1, BLOCK))
+    return padded.unflatten(-1, (-1, BLOCK_COLUMNS))
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], uniforms: torch.Tensor) -> list[int]:
@@ -234,7 +234,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[SampleRow], uniforms: torch.Tenso
     block, rest = invert(weights.sum(-1), uniforms)
     within = weights[torch.arange(len(weights)), block]
     place, _ = invert(within, rest / within.sum(-1, keepdim=True))
-    return (block * BLOCK + place).tolist()
+    return (block * BLOCK_COLUMNS + place).tolist()
 
 
 def _draw_filtered(logits: torch.Tensor, rows: Sequence[SampleRow], uniforms: torch.Tensor) -> list[int]:
@@ -259,7 +259,7 @@ def _filter(logits: torch.Tensor, rows: Sequence[SampleRow]) -> tuple[torch.Tens
     vocab = logits.shape[-1]
     top_k = [row.params.top_k if 0 < row.params.top_k < vocab else vocab for row in rows]
     log_total = logits.logsumexp(-1, keepdim=True)
-    values, indices = _largest(logits, max(CANDIDATES, *(k for k in top_k if k < vocab), 0))
+    values, indices = _largest(logits, max(TOP_P_CANDIDATES, *(k for k in top_k if k < vocab), 0))
     if not _suffices(values, log_total, top_k, rows):
         values, indices = logits.sort(dim=-1, descending=True)
     limits = torch.tensor(top_k).unsqueeze(-1)

@@ -34,9 +34,9 @@ from engine.text.tokenizer import ChatTemplateError, NoTokenizerError, Tokenizer
 
 T = TypeVar("T")
 logger = logging.getLogger("vtune.api")
-MAX_WARNINGS = 100
+MAX_WARNED_NAMES = 100
 """Names of unknown fields to tell about; a client that invents ever new ones must not fill the log."""
-LONG_TEXT = 20_000
+LONG_INPUT_LENGTH = 20_000
 """Characters or tokens from which their conversion moves to a thread."""
 
 
@@ -159,7 +159,7 @@ class Api:
         if sampling.min_tokens and len(stops) >= model.vocab_size:
             raise RequestError("with min_tokens, some token must be no stop token", "stop_token_ids")
         news = sorted(set(generation.unknown) - self._warned)
-        if news and len(self._warned) < MAX_WARNINGS:
+        if news and len(self._warned) < MAX_WARNED_NAMES:
             self._warned.update(news)
             names = (
                 ", ".join(news)[:500].encode("unicode_escape").decode()
@@ -285,6 +285,6 @@ async def _started(items: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
 
 async def _in_thread_if_long(size: int, work: Callable[..., T], *arguments: Any) -> T:
     """``work(*arguments)``: in a thread if it is long, so that the loop stays responsive."""
-    if size < LONG_TEXT:
+    if size < LONG_INPUT_LENGTH:
         return work(*arguments)
     return await asyncio.to_thread(work, *arguments)

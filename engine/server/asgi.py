@@ -21,13 +21,13 @@ from engine.server.process import EngineDeadError
 from engine.server.responses import DONE, error_body
 
 T = TypeVar("T")
-MAX_BODY = 16 << 20
+MAX_BODY_BYTES = 16 << 20
 """Bytes of a request's body; what is longer is answered with 413 and never kept."""
 KEYED_PATHS = ("/v1", "/reset_prefix_cache")
 """What needs a key where keys are set. vLLM has the second in its development mode only, without."""
-MAX_DRAIN = 1 << 30
+MAX_DRAIN_BYTES = 1 << 30
 """How much of an oversized body is read, and dropped, so that its sender gets to read the answer."""
-BODY_SECONDS = 120
+BODY_TIMEOUT_SECONDS = 120
 """How long a client may take to send a body, once its head is there."""
 CLIENT_GONE = 499
 """nginx's code for a client that hung up: nobody receives it, but the access log shows it."""
@@ -108,15 +108,16 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def receive_body(request: Request) -> bytes:
-    """The body, if it is at most :data:`MAX_BODY` bytes long, and there in :data:`BODY_SECONDS`.
+    """The body, if it is at most :data:`MAX_BODY_BYTES` bytes long, and there in
+    :data:`BODY_TIMEOUT_SECONDS`.
 
     Raises RequestError (413, 408).
     """
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
             return await _receive_body(request)
     except TimeoutError:
-        message = f"the body was not there within {BODY_SECONDS} s"
+        message = f"the body was not there within {BODY_TIMEOUT_SECONDS} s"
         raise RequestError(message, None, 408, "RequestTimeoutError") from None
 
 
@@ -125,14 +126,14 @@ async def _receive_body(request: Request) -> bytes:
     size = 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > MAX_DRAIN:
+        if size > MAX_DRAIN_BYTES:
             break
-        if size > MAX_BODY:
+        if size > MAX_BODY_BYTES:
             chunks.clear()
         else:
             chunks.append(chunk)
-    if size > MAX_BODY:
-        message = f"the body exceeds {MAX_BODY >> 20} MiB; split the prompts over several requests"
+    if size > MAX_BODY_BYTES:
+        message = f"the body exceeds {MAX_BODY_BYTES >> 20} MiB; split the prompts over several requests"
         raise RequestError(message, None, 413, "RequestEntityTooLarge")
     return b"".join(chunks)
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
 
-from engine.metrics.log import LOG_INTERVAL, StatLogger
+from engine.metrics.log import LOG_INTERVAL_SECONDS, StatLogger
 from engine.metrics.prometheus import PrometheusMetrics
 from engine.metrics.stats import FinishedStats
 from engine.models.model_config import ModelConfig
@@ -17,7 +17,7 @@ from engine.server.json_body import RequestError
 from engine.server.process import EngineDeadError, EngineInfo, EngineProcess
 from engine.server.protocol import Generation
 from engine.step import RequestOutput
-from engine.text.text_stream import Piece, TextStream
+from engine.text.text_stream import TextPiece, TextStream
 from engine.text.tokenizer import Tokenizer
 
 
@@ -26,7 +26,7 @@ class Delta:
     """What one step brought to one choice of an HTTP request."""
 
     index: int
-    piece: Piece
+    piece: TextPiece
     cached_tokens: int = 0
     """Tokens of its prompt that were found in the prefix cache."""
     timing: FinishedStats | None = None
@@ -156,7 +156,7 @@ class Frontend:
         j: int,
         generation: Generation,
         arrival: float,
-    ) -> _Sequence:
+    ) -> _ServedSequence:
         if j and sampling.seed is not None:
             sampling = replace(sampling, seed=sampling.seed + j)  # or all n would be the same
         request = Request(
@@ -174,9 +174,11 @@ class Frontend:
             skip_special_tokens=generation.body.skip_special_tokens,
             include_stop=generation.body.include_stop_str_in_output,
         )
-        return _Sequence(index, request, text)
+        return _ServedSequence(index, request, text)
 
-    def _finished(self, sequence: _Sequence, output: RequestOutput, group: list[_Sequence]) -> None:
+    def _finished(
+        self, sequence: _ServedSequence, output: RequestOutput, group: list[_ServedSequence]
+    ) -> None:
         self._mailboxes.pop(sequence.request_id, None)
         if output.finish is None:  # only the text says that it is over: the engine must be told
             self._process.abort((sequence.request_id,), RequestStatus.FINISHED_STOPPED)
@@ -185,11 +187,11 @@ class Frontend:
 
     async def _log_forever(self) -> None:
         while True:
-            await asyncio.sleep(LOG_INTERVAL)
+            await asyncio.sleep(LOG_INTERVAL_SECONDS)
             self._stat_logger.log()
 
 
-class _Sequence:
+class _ServedSequence:
     """One choice on its way."""
 
     __slots__ = ("finished", "index", "request", "text")

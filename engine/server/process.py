@@ -109,7 +109,7 @@ class Failed:
     expected: bool
 
 
-def encode(message: object) -> bytes:
+def encode_message(message: object) -> bytes:
     body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
 
@@ -137,7 +137,7 @@ def run_engine(channel_fd: int) -> int:
         expected, message = _explain(error)
         if not expected:
             traceback.print_exc()
-        channel.sendall(encode(Failed(message, expected)))
+        channel.sendall(encode_message(Failed(message, expected)))
         return 2 if expected else 1
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     return 0
@@ -186,7 +186,7 @@ def _serve(config: EngineConfig, inbox: queue.SimpleQueue[Any], channel: socket.
         f"tokens per request: {plan.max_concurrency:.2f}x"
     )
     info = EngineInfo(core.config, plan.num_blocks, plan.num_tokens, plan.kv_bytes, plan.max_concurrency)
-    channel.sendall(encode(info))
+    channel.sendall(encode_message(info))
     gc.collect()
     gc.freeze()  # weights and modules live for ever: not to be looked at by every collection
     while True:
@@ -197,14 +197,16 @@ def _serve(config: EngineConfig, inbox: queue.SimpleQueue[Any], channel: socket.
                 _add(core, message.requests, channel)
             elif isinstance(message, ResetPrefixCache):
                 reset = core.reset_prefix_cache()
-                channel.sendall(encode(Stepped(Outputs(), core.metrics.idle(), prefix_cache_reset=reset)))
+                channel.sendall(
+                    encode_message(Stepped(Outputs(), core.metrics.idle(), prefix_cache_reset=reset))
+                )
             else:
                 core.abort(message.request_ids, message.status)
-                channel.sendall(encode(Stepped(Outputs(), core.stats)))
+                channel.sendall(encode_message(Stepped(Outputs(), core.stats)))
         if core.has_unfinished:
             step, output = core.step()
             admitted = step.admitted_with_computed
-            channel.sendall(encode(Stepped(Outputs.of(output.outputs), core.stats, admitted)))
+            channel.sendall(encode_message(Stepped(Outputs.of(output.outputs), core.stats, admitted)))
 
 
 def _add(core: EngineCore, requests: Iterable[Request], channel: socket.socket) -> None:
@@ -216,7 +218,7 @@ def _add(core: EngineCore, requests: Iterable[Request], channel: socket.socket) 
             logger.error(f"refused: {error}")
             request.error = str(error)
             channel.sendall(
-                encode(Stepped(Outputs.of([RequestOutput.refused(request)]), core.metrics.idle()))
+                encode_message(Stepped(Outputs.of([RequestOutput.refused(request)]), core.metrics.idle()))
             )
 
 
@@ -261,7 +263,7 @@ class EngineProcess:
 
     def __init__(self, config: EngineConfig) -> None:
         ours, theirs = socket.socketpair()
-        ours.sendall(encode(config))
+        ours.sendall(encode_message(config))
         self._socket = ours
         self._writer: asyncio.StreamWriter | None = None
         self._reader: asyncio.StreamReader | None = None
@@ -342,7 +344,7 @@ class EngineProcess:
     def _send(self, message: Submit | Abort | ResetPrefixCache) -> None:
         if not self.alive or self._writer is None:
             raise EngineDeadError("the engine process is not running")
-        self._writer.write(encode(message))
+        self._writer.write(encode_message(message))
 
     async def _receive(self) -> object:
         """The next message; None when the child is gone."""

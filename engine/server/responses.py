@@ -13,7 +13,7 @@ from engine.metrics.stats import FinishedStats
 from engine.server.frontend import Delta
 from engine.server.protocol import Generation
 from engine.step import TokenLogprobs
-from engine.text.text_stream import Piece
+from engine.text.text_stream import TextPiece
 from engine.text.tokenizer import Tokenizer
 
 _dumps = json.JSONEncoder(separators=(",", ":")).encode
@@ -79,7 +79,7 @@ class Choice:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: TextPiece) -> None:
         self.text.append(piece.text)
         self.token_ids += piece.token_ids
         self.logprobs += piece.logprobs

@@ -19,7 +19,7 @@ TOKEN_IDS = range(100, 1100)
 
 
 @dataclass(frozen=True)
-class Wave:
+class CalibrationWave:
     """Requests that come together, a step apart."""
 
     prompts: Sequence[int]
@@ -32,15 +32,15 @@ MOVED_BLOCKS = 64
 """KV blocks copied to the host and back, to time it."""
 
 WAVES = (
-    Wave((4,), 12),
-    Wave((32,), 8),
-    Wave((512,), 12),
-    Wave((128, 64, 256, 32), 16),
-    Wave((24,) * 16, 16),
-    Wave((8,) * 32, 12),
-    Wave((320,) * 8, 12),
-    Wave((700, 16, 16, 350, 16, 16, 900, 16), 16),
-    Wave((1500,), 8),
+    CalibrationWave((4,), 12),
+    CalibrationWave((32,), 8),
+    CalibrationWave((512,), 12),
+    CalibrationWave((128, 64, 256, 32), 16),
+    CalibrationWave((24,) * 16, 16),
+    CalibrationWave((8,) * 32, 12),
+    CalibrationWave((320,) * 8, 12),
+    CalibrationWave((700, 16, 16, 350, 16, 16, 900, 16), 16),
+    CalibrationWave((1500,), 8),
 )
 """Prompts and decodes, few and many, short and long, apart and mixed: about 10,000 tokens."""
 
@@ -84,7 +84,7 @@ def _block_seconds(core: EngineCore, runner: Runner, clock: Callable[[], float])
     return statistics.median(seconds) / (2 * count)
 
 
-def _run(core: EngineCore, wave: Wave, number: int) -> None:
+def _run(core: EngineCore, wave: CalibrationWave, number: int) -> None:
     limit = core.config.max_model_len
     assert limit is not None
     prompts = [min(length, limit - wave.output) for length in wave.prompts[: core.config.max_num_seqs]]

@@ -24,10 +24,10 @@ from engine.sim.simulate import TOKEN_ID, ModelSize, SimulatedRunner, TimedReque
 from engine.sim.step_times import StepLoad, StepTimes
 from engine.step import Outputs
 
-RESERVED = GIB
+RESERVED_BYTES = GIB
 """Of a GPU's memory, for its context, communicators and captured graphs; an assumption."""
 LOGIT_BYTES = 4
-ACCEPTANCE = 0.6
+DEFAULT_ACCEPTANCE = 0.6
 """Chance that a draft is accepted if those before it were; an assumption where nobody says."""
 _WITHOUT_EFFECT = """
 allowed_headers allowed_methods allowed_origins api_key chat_template code_revision
@@ -41,10 +41,10 @@ distributed_executor_backend structured_outputs_config kv_offloading_backend pre
 """
 WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 """Flags that change neither a simulated step nor the memory."""
-KNOWN = frozenset(field.name for field in fields(EngineConfig)) | {"tensor_parallel_size"}
-GPU_WEIGHTS: Mapping[Any, int] = {None: 2, "fp8": 1}
+SIMULATED_FLAGS = frozenset(field.name for field in fields(EngineConfig)) | {"tensor_parallel_size"}
+GPU_WEIGHT_BYTES: Mapping[Any, int] = {None: 2, "fp8": 1}
 GPU_DTYPES = ("auto", "bfloat16", "float16", "half")
-GPU_KV: Mapping[str, int] = {"auto": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+GPU_KV_BYTES: Mapping[str, int] = {"auto": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Simulation:
     size: ModelSize
     times: StepTimes
     assumed: tuple[str, ...] = ()
-    acceptance: float = ACCEPTANCE
+    acceptance: float = DEFAULT_ACCEPTANCE
 
 
 def gpu_defaults(device: Device) -> dict[str, int]:
@@ -75,8 +75,8 @@ def on_device(
     given = _without_idle(flags)
     count = _count(given.pop("tensor_parallel_size", 1), model)
     sizes = Sizes(
-        weights=_bytes("quantization", given.pop("quantization", None), GPU_WEIGHTS),
-        kv=_bytes("kv_cache_dtype", given.get("kv_cache_dtype", "auto"), GPU_KV),
+        weights=_bytes("quantization", given.pop("quantization", None), GPU_WEIGHT_BYTES),
+        kv=_bytes("kv_cache_dtype", given.get("kv_cache_dtype", "auto"), GPU_KV_BYTES),
     )
     _bytes("dtype", given.pop("dtype", "auto"), dict.fromkeys(GPU_DTYPES, 2))
     hidden = given.pop("async_scheduling", True)
@@ -96,7 +96,7 @@ def on_device(
         f"{device.host * 1e3:g} ms of host time a step and {device.host_per_sequence * 1e6:g} µs a sequence"
         + (", half of it beside the step before (async scheduling)" if hidden else ""),
         f"{device.launch * 1e3:g} ms to launch a step",
-        f"{RESERVED / GIB:g} GiB for context, communicators and graphs",
+        f"{RESERVED_BYTES / GIB:g} GiB for context, communicators and graphs",
         "no time in the API server",
         *([f"{device.all_reduce * 1e6:g} µs to begin a sum over devices"] if count > 1 else ()),
         *(["layers with a window attend to everything"] if any(k.window for k in model.kinds) else ()),
@@ -269,10 +269,10 @@ def _make_scheduler(config: EngineConfig, num_blocks: int, num_host_blocks: int)
 def _without_idle(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Raises ConfigError for a flag that is not simulated."""
     given = {name: value for name, value in flags.items() if value is not None}
-    for name in sorted(set(given) - KNOWN - WITHOUT_EFFECT):
+    for name in sorted(set(given) - SIMULATED_FLAGS - WITHOUT_EFFECT):
         if given[name] not in (False, 0, 1):  # e.g. --pipeline-parallel-size 1
             raise ConfigError(name, given[name], "it is not simulated", "drop the flag")
-    return {name: value for name, value in given.items() if name in KNOWN - WITHOUT_EFFECT}
+    return {name: value for name, value in given.items() if name in SIMULATED_FLAGS - WITHOUT_EFFECT}
 
 
 def _config(flags: Mapping[str, Any]) -> EngineConfig:
@@ -303,7 +303,7 @@ def _checked(
         warnings.simplefilter("ignore")  # a budget that cannot be used up is nothing to print in each trial
         config = config.resolved(longest)
         config.validate()
-    chance = ACCEPTANCE if acceptance is None else acceptance
+    chance = DEFAULT_ACCEPTANCE if acceptance is None else acceptance
     return Simulation(config, size, times, tuple(assumed), chance)
 
 
@@ -317,14 +317,14 @@ def _size_on(model: ModelConfig, sizes: Sizes, count: int, config: EngineConfig)
         weights_bytes=weights // count,
         kv_bytes_per_token=kv_bytes_per_token(model, sizes, count),
         max_model_len=model.max_position_embeddings,
-        activation_bytes=config.max_num_batched_tokens * widest * 2 + logits + RESERVED,
+        activation_bytes=config.max_num_batched_tokens * widest * 2 + logits + RESERVED_BYTES,
     )
 
 
 def _about_drafts(config: EngineConfig, acceptance: float | None) -> tuple[str, ...]:
     if config.speculative_config is None or acceptance is not None:
         return ()
-    return (f"a draft is accepted with a chance of {ACCEPTANCE:.0%}",)
+    return (f"a draft is accepted with a chance of {DEFAULT_ACCEPTANCE:.0%}",)
 
 
 def _count(value: Any, model: ModelConfig) -> int:

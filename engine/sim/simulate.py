@@ -18,7 +18,7 @@ from typing import Protocol
 from engine.core import EngineCore
 from engine.models.model_config import ModelConfig
 from engine.request import Request, SamplingParams
-from engine.sim.step_times import StepLoad, StepTimes, draw
+from engine.sim.step_times import StepLoad, StepTimes, draw_value
 from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, Outputs, StepOutput, StepPlan, StepResult
 
 TOKEN_ID = 0
@@ -34,7 +34,7 @@ class SimulationError(RuntimeError):
     """The workload can never end: nothing can be scheduled any more."""
 
 
-class Clock(Protocol):
+class WorkloadClock(Protocol):
     """Calling it reads it, as ``time.monotonic`` is read. Seconds since the workload began."""
 
     def __call__(self) -> float: ...
@@ -177,7 +177,7 @@ class SimulatedRunner:
     def _occupy(self, load: StepLoad) -> float:
         """The device begins a step now. Returns when it ends."""
         seconds = self.times.device_seconds(load)
-        if factor := draw(self.times.spread, seconds, self._spread):
+        if factor := draw_value(self.times.spread, seconds, self._spread):
             seconds *= factor
         self.device_seconds += seconds
         self._started_at = self.clock.now
@@ -245,7 +245,7 @@ def own_prompt(place: int, length: int) -> range:
 
 
 @dataclass(slots=True)
-class Timeline:
+class RequestTimeline:
     """What a client would have stamped, in seconds on the clock of the run."""
 
     request: Request
@@ -276,12 +276,12 @@ class Timeline:
         return gaps
 
 
-def drive(
+def run_workload(
     core: EngineCore,
-    clock: Clock,
+    clock: WorkloadClock,
     requests: Iterable[TimedRequest],
     observe: Observer | None = None,
-) -> list[Timeline]:
+) -> list[RequestTimeline]:
     """Run the requests until all have ended. Timelines in the order of ``requests``.
 
     ``core`` was made with this ``clock``. On a :class:`VirtualClock`, which its :class:`SimulatedRunner` must
@@ -290,7 +290,7 @@ def drive(
     """
     given = list(requests)
     coming = deque(sorted(given, key=lambda request: request.arrival))
-    timelines: dict[str, Timeline] = {}
+    timelines: dict[str, RequestTimeline] = {}
     empty_steps = 0
     while coming or core.has_unfinished:
         if not core.has_unfinished:
@@ -299,7 +299,7 @@ def drive(
         while coming and coming[0].arrival <= began:
             request = coming.popleft().make()
             core.add(request)
-            timelines[request.request_id] = Timeline(request)
+            timelines[request.request_id] = RequestTimeline(request)
         plan, output = core.step()
         now = clock()
         _stamp(timelines, Outputs.of(output.outputs), now)
@@ -311,7 +311,7 @@ def drive(
     return [timelines[request.request_id] for request in given]
 
 
-def _stamp(timelines: dict[str, Timeline], outputs: Outputs, now: float) -> None:
+def _stamp(timelines: dict[str, RequestTimeline], outputs: Outputs, now: float) -> None:
     for request_id in outputs.request_ids:
         timelines[request_id].stamps.append(now)
     for output in outputs.others.values():

@@ -17,14 +17,15 @@ import numpy as np
 from engine.errors import EngineUserError
 from engine.step import StepPlan
 
-FEW, SEEN = 40, 5
-"""Numbers of tokens up to FEW that were measured SEEN times have a time of their own in the fit. Kernels work
-in tiles of rows: one row more than a tile can cost as much as a tile, and seven rows more than eight."""
-KNOTS = (64, 128, 256, 512, 1024, 2048)
+FEW_TOKENS, MIN_REPEATS = 40, 5
+"""Numbers of tokens up to FEW_TOKENS that were measured MIN_REPEATS times have a time of their own in the
+fit. Kernels work in tiles of rows: one row more than a tile can cost as much as a tile, and seven rows more
+than eight."""
+KNOT_TOKENS = (64, 128, 256, 512, 1024, 2048)
 """Beyond, the numbers between which the fitted time of the linear layers is a straight line that rises."""
-TRIMMED = 0.05
+TRIMMED_SHARE = 0.05
 """Share of the samples that the fit drops as noise of a shared machine."""
-GROUP, WIDTH, QUANTILES = 20, 1.5, 20
+MIN_GROUP_SAMPLES, GROUP_WIDTH_RATIO, NUM_QUANTILES = 20, 1.5, 20
 """Of Groups that are measured: samples in one, at least; ratio of its bound to where it begins, unless it has
 fewer; values that stand for it."""
 
@@ -258,26 +259,28 @@ def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> Ste
     )
     fitted = [times.device_seconds(load) for load in loads]
     ratios = [sample.device_seconds / seconds for sample, seconds in zip(samples, fitted, strict=True)]
-    return replace(times, spread=grouped(list(zip(fitted, ratios, strict=True))))
+    return replace(times, spread=group_samples(list(zip(fitted, ratios, strict=True))))
 
 
-def grouped(samples: Sequence[tuple[float, float]]) -> Groups:
-    """Groups of (what a bound is for, value)."""
+def group_samples(samples: Sequence[tuple[float, float]]) -> Groups:
+    """Groups of ``samples``, which are pairs of (what a bound is for, value)."""
     groups: list[list[tuple[float, float]]] = []
     for sample in sorted(samples):
-        if not groups or (sample[0] > WIDTH * groups[-1][0][0] and len(groups[-1]) >= GROUP):
+        if not groups or (
+            sample[0] > GROUP_WIDTH_RATIO * groups[-1][0][0] and len(groups[-1]) >= MIN_GROUP_SAMPLES
+        ):
             groups.append([])
         groups[-1].append(sample)
-    if len(groups) > 1 and len(groups[-1]) < GROUP:
+    if len(groups) > 1 and len(groups[-1]) < MIN_GROUP_SAMPLES:
         groups[-2:] = [groups[-2] + groups[-1]]
-    places = (np.arange(QUANTILES) + 0.5) / QUANTILES
+    places = (np.arange(NUM_QUANTILES) + 0.5) / NUM_QUANTILES
     return tuple(
         (group[-1][0], tuple(np.quantile([value for _, value in group], places).round(5).tolist()))
         for group in groups
     )
 
 
-def draw(groups: Groups, what: float, chance: random.Random) -> float | None:
+def draw_value(groups: Groups, what: float, chance: random.Random) -> float | None:
     """A value of the group that ``what`` belongs to; None of no groups."""
     for bound, values in groups:
         if what <= bound:
@@ -288,9 +291,11 @@ def draw(groups: Groups, what: float, chance: random.Random) -> float | None:
 def _knots(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
     """Where the curve has its points, ascending: as many as have a level of their own, and those beyond."""
     times = Counter(tokens)
-    few = sorted(count for count in times if count <= FEW and times[count] >= SEEN) or [min(tokens)]
+    few = sorted(count for count in times if count <= FEW_TOKENS and times[count] >= MIN_REPEATS) or [
+        min(tokens)
+    ]
     most = max(tokens)
-    beyond = [knot for knot in KNOTS if few[-1] < knot < most]
+    beyond = [knot for knot in KNOT_TOKENS if few[-1] < knot < most]
     return few, [*beyond, most] if most > few[-1] else beyond
 
 
@@ -334,5 +339,5 @@ def _relative_nnls(
         return result
 
     errors = np.abs(scaled @ solve(scaled, wanted) - wanted)
-    kept = np.argsort(errors, kind="stable")[: max(len(errors) - int(TRIMMED * len(errors)), 1)]
+    kept = np.argsort(errors, kind="stable")[: max(len(errors) - int(TRIMMED_SHARE * len(errors)), 1)]
     return solve(scaled[kept], wanted[kept])

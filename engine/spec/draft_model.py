@@ -15,7 +15,7 @@ from engine.models.model import Decoder, TensorError, attention_shape, layer_rop
 from engine.models.model_error import ModelError
 from engine.models.weights import resolve_model
 from engine.request import Request
-from engine.spec.network import NetworkProposer, Span
+from engine.spec.network import NetworkProposer, TokenSpan
 from engine.spec.proposer import TargetStep
 from engine.step import ScheduledRequest
 
@@ -70,9 +70,9 @@ class DraftModelProposer(NetworkProposer):
         super().allocate(num_blocks)
         self._complete = np.zeros(num_blocks, dtype=bool)
 
-    def _spans(self, step: TargetStep) -> list[Span]:
+    def _spans(self, step: TargetStep) -> list[TokenSpan]:
         self._forget_finished()
-        spans: list[Span] = []
+        spans: list[TokenSpan] = []
         budget = self._budget if step.drafting else 0
         for item, table in zip(step.scheduled, step.tables, strict=True):
             emitted = step.tokens.get(item.request.request_id, [])
@@ -82,7 +82,7 @@ class DraftModelProposer(NetworkProposer):
                 spans.append(span)
         return spans
 
-    def _span(self, item: ScheduledRequest, table: list[int], emitted: list[int], budget: int) -> Span:
+    def _span(self, item: ScheduledRequest, table: list[int], emitted: list[int], budget: int) -> TokenSpan:
         """What one request lacks, up to ``budget`` tokens; blocks are booked as if it were computed already,
         since whoever shares them comes later in the same pass."""
         request, seen = item.request, self._seen_of(item, table)
@@ -101,7 +101,7 @@ class DraftModelProposer(NetworkProposer):
         if emitted and 0 < count == len(tokens):
             # The first draft needs no slot, and none goes beyond the context.
             drafts = min(self._k, self._room(table, seen.count) + 1, self._max_positions - seen.count)
-        return Span(request, table, first, tokens[:count], drafts=max(drafts, 0))
+        return TokenSpan(request, table, first, tokens[:count], drafts=max(drafts, 0))
 
     def _seen_of(self, item: ScheduledRequest, table: list[int]) -> _Seen:
         """Where the draft model stands with a request; anew after an admission, from the blocks it shares."""

@@ -21,7 +21,7 @@ from engine.models.model import Decoder, attention_shape, layer_rope_tables, loa
 from engine.models.model_config import ModelConfig
 from engine.models.model_error import ModelError
 from engine.models.weights import SafetensorsCheckpoint, resolve_model
-from engine.spec.network import NetworkProposer, Span
+from engine.spec.network import NetworkProposer, TokenSpan
 from engine.spec.proposer import TargetStep
 
 ARCHITECTURES = ("LlamaForCausalLM", "EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
@@ -63,7 +63,7 @@ class EagleProposer(NetworkProposer):
     def activation_bytes(self) -> int:
         return super().activation_bytes() + 2 * self._inputs.nbytes
 
-    def _spans(self, step: TargetStep) -> list[Span]:
+    def _spans(self, step: TargetStep) -> list[TokenSpan]:
         spans = []
         row = 0
         for item, table in zip(step.scheduled, step.tables, strict=True):
@@ -79,7 +79,7 @@ class EagleProposer(NetworkProposer):
                 end = item.start + computed
                 room = self._room(table, end)
                 drafts = max(min(self._k, room + 1, self._max_positions - end - 1), 0)
-            spans.append(Span(item.request, table, item.start, tokens, row, drafts))
+            spans.append(TokenSpan(item.request, table, item.start, tokens, row, drafts))
             row += item.num_tokens
         return spans
 

@@ -10,7 +10,7 @@ from engine.kernels.base import Int32
 from engine.request import Request
 
 
-class History:
+class TokenHistory:
     """One request's tokens. Requests only ever grow, preempted ones too."""
 
     def __init__(self, request: Request) -> None:
@@ -29,19 +29,19 @@ class History:
         return self._tokens[:total]
 
 
-class Histories:
-    """Histories of requests, by their ids, until they are finished."""
+class TokenHistories:
+    """TokenHistories of requests, by their ids, until they are finished."""
 
     def __init__(self) -> None:
-        self._of: dict[str, History] = {}
+        self._of: dict[str, TokenHistory] = {}
 
     def __len__(self) -> int:
         return len(self._of)
 
-    def of(self, request: Request) -> History:
+    def of(self, request: Request) -> TokenHistory:
         history = self._of.get(request.request_id)
         if history is None or history.request is not request:
-            history = self._of[request.request_id] = History(request)
+            history = self._of[request.request_id] = TokenHistory(request)
         return history
 
     def remove_finished(self) -> list[Request]:

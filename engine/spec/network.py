@@ -18,12 +18,12 @@ from engine.request import Request, RequestStatus
 from engine.sampling.sampler import GREEDY_BELOW, Sampler
 from engine.spec.proposer import Proposer, TargetStep
 
-TOKENS_AT_ONCE = 512
+MAX_PASS_TOKENS = 512
 """A longer pass is made in parts: from here on larger ones are no faster a token, only larger."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class TokenSpan:
     """Tokens of one request that a pass computes, at positions from ``first`` on."""
 
     request: Request
@@ -39,8 +39,10 @@ class Span:
     def end(self) -> int:
         return self.first + len(self.tokens)
 
-    def part(self, start: int, stop: int) -> Span:
-        return Span(self.request, self.table, self.first + start, self.tokens[start:stop], self.row + start)
+    def part(self, start: int, stop: int) -> TokenSpan:
+        return TokenSpan(
+            self.request, self.table, self.first + start, self.tokens[start:stop], self.row + start
+        )
 
 
 class NetworkProposer(Proposer):
@@ -53,7 +55,7 @@ class NetworkProposer(Proposer):
         self._draws = speculative.draft_sample_method == "probabilistic"
         self._decoder, self._max_positions = decoder, max_positions
         self._block_size, self._max_num_seqs = config.block_size, config.max_num_seqs
-        self._tokens_at_once = max(TOKENS_AT_ONCE, config.max_num_seqs)
+        self._tokens_at_once = max(MAX_PASS_TOKENS, config.max_num_seqs)
         self._workspace = Workspace(
             decoder.config, decoder.kernels.dtype, self._tokens_at_once, config.max_num_seqs
         )
@@ -99,7 +101,7 @@ class NetworkProposer(Proposer):
         self._drawn_from = {k: v for k, v in self._drawn_from.items() if v[0].status is running}
 
     @abstractmethod
-    def _spans(self, step: TargetStep) -> list[Span]:
+    def _spans(self, step: TargetStep) -> list[TokenSpan]:
         """What is to be computed after a step of the target."""
 
     @abstractmethod
@@ -122,7 +124,7 @@ class NetworkProposer(Proposer):
         """How many tokens fit behind ``position``, its own included, into blocks and context."""
         return min(len(table) * self._block_size, self._max_positions) - position
 
-    def _compute(self, spans: Sequence[Span], target_hidden: torch.Tensor) -> torch.Tensor:
+    def _compute(self, spans: Sequence[TokenSpan], target_hidden: torch.Tensor) -> torch.Tensor:
         """Write the KV of all spans; the residual stream of each one's last token, [spans, hidden]."""
         kernels = self._decoder.kernels
         last = torch.empty(len(spans), self._decoder.config.hidden_size, dtype=kernels.dtype)
@@ -140,10 +142,10 @@ class NetworkProposer(Proposer):
             last[places] = hidden[torch.from_numpy(batch.query_start[1:] - 1).long()]
         return last
 
-    def _parts(self, spans: Sequence[Span]) -> Iterator[tuple[list[int], list[Span]]]:
+    def _parts(self, spans: Sequence[TokenSpan]) -> Iterator[tuple[list[int], list[TokenSpan]]]:
         """The spans, cut into passes of ``_tokens_at_once``, and their places in ``spans``."""
         places: list[int] = []
-        parts: list[Span] = []
+        parts: list[TokenSpan] = []
         room = self._tokens_at_once
         for place, span in enumerate(spans):
             done = 0
@@ -158,7 +160,7 @@ class NetworkProposer(Proposer):
         if parts:
             yield places, parts
 
-    def _draft(self, spans: Sequence[Span], last: torch.Tensor) -> dict[str, list[int]]:
+    def _draft(self, spans: Sequence[TokenSpan], last: torch.Tensor) -> dict[str, list[int]]:
         """Up to k drafts behind each span, whose last tokens left ``last`` [spans, hidden]; all spans in one
         pass for each draft."""
         all_spans = spans
@@ -188,7 +190,7 @@ class NetworkProposer(Proposer):
     def _choose(
         self,
         logits: torch.Tensor,
-        spans: Sequence[Span],
+        spans: Sequence[TokenSpan],
         place: int,
         distributions: dict[str, list[torch.Tensor]],
     ) -> list[int]:

@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.config import SpeculativeConfig
 from engine.kernels.base import Int32
-from engine.spec.history import Histories
+from engine.spec.history import TokenHistories
 from engine.spec.proposer import Proposer, TargetStep
 
 
@@ -17,7 +17,7 @@ class NgramProposer(Proposer):
         self._k = config.num_speculative_tokens
         self._min, self._max = config.prompt_lookup_min, config.prompt_lookup_max
         self._max_model_len = max_model_len
-        self._histories = Histories()
+        self._histories = TokenHistories()
 
     def propose(self, step: TargetStep) -> dict[str, list[int]]:
         self._histories.remove_finished()

@@ -17,14 +17,14 @@ from numpy.typing import NDArray
 
 from engine.config import SpeculativeConfig
 from engine.kernels.base import Int32
-from engine.spec.history import Histories
+from engine.spec.history import TokenHistories
 from engine.spec.proposer import Proposer, TargetStep
 
-PLACES = 64
+MAX_OCCURRENCES = 64
 """So many occurrences of a context vote at most: the latest ones."""
-WINDOW = 1 << 20
+WINDOW_TOKENS = 1 << 20
 """Tokens of past outputs that are kept at most: 28 MB with their chains."""
-CONTEXTS = (6, 2)
+CONTEXT_LENGTHS = (6, 2)
 """Past outputs are searched for so many last tokens: first the long context, which few places share."""
 NO_TOKEN = -1
 """Stands between texts: it equals no token, so neither a match nor a draft runs across."""
@@ -52,7 +52,7 @@ class SuffixProposer(Proposer):
         self._ahead = min(self._k, self._depth)
         self._factor = config.suffix_decoding_max_spec_factor
         self._min_prob = config.suffix_decoding_min_token_prob
-        self._histories = Histories()
+        self._histories = TokenHistories()
         cached = config.suffix_decoding_max_cached_requests
         self._past = PastOutputs(cached, self._depth, self._ahead) if cached else None
 
@@ -129,14 +129,14 @@ def own_places(tokens: Int32, depth: int, ahead: int) -> tuple[list[int], list[l
     total = len(tokens)
     ends = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1
     for length in range(2, depth):  # while more recur than may vote, look at those that match longer
-        if len(ends) <= PLACES:
+        if len(ends) <= MAX_OCCURRENCES:
             break
         longer = ends[ends >= length]
         longer = longer[tokens[longer - length] == tokens[total - length]]
         if not len(longer):
             break
         ends = longer
-    ends = ends[-PLACES:][::-1]
+    ends = ends[-MAX_OCCURRENCES:][::-1]
     if not len(ends):
         return [], []
     back = np.arange(1, min(depth, total))
@@ -160,13 +160,13 @@ class PastOutputs:
     the oldest outputs are overwritten, and links to them end a chain. Memory is the same from the start.
     """
 
-    def __init__(self, max_requests: int, depth: int, ahead: int, window: int = WINDOW) -> None:
+    def __init__(self, max_requests: int, depth: int, ahead: int, window: int = WINDOW_TOKENS) -> None:
         self._depth, self._ahead, self._max_requests = depth, ahead, max_requests
         self._window = max(window, 8 * depth)
         window = self._window
         self._tokens = np.full(window, NO_TOKEN, dtype=np.int32)
-        self._heads = {length: np.full(_HEADS, NO_TOKEN, dtype=np.int64) for length in CONTEXTS}
-        self._links = {length: np.full(window, NO_TOKEN, dtype=np.int64) for length in CONTEXTS}
+        self._heads = {length: np.full(_HEADS, NO_TOKEN, dtype=np.int64) for length in CONTEXT_LENGTHS}
+        self._links = {length: np.full(window, NO_TOKEN, dtype=np.int64) for length in CONTEXT_LENGTHS}
         self._starts: deque[int] = deque()
         """Where the outputs in the window begin. Places only grow; the ring takes them modulo its size."""
         self._end = 0
@@ -190,12 +190,12 @@ class PastOutputs:
         self._starts.append(begin)
         while len(self._starts) > self._max_requests:
             self._starts.popleft()
-        for length in CONTEXTS:
+        for length in CONTEXT_LENGTHS:
             self._link(tokens, begin, length)
 
     def places(self, tokens: Int32) -> tuple[list[int], list[list[int]]]:
         """As ``own_places``, of the end of ``tokens`` in the outputs."""
-        for length in CONTEXTS:
+        for length in CONTEXT_LENGTHS:
             ends = self._chain(tokens, length) if len(tokens) >= length else []
             if not ends:
                 continue
@@ -227,7 +227,7 @@ class PastOutputs:
             return ends
         links, window, oldest = self._links[length], self._window, self._starts[0]
         place = int(self._heads[length][int(_hashes(tokens[-length:], length)[0])])
-        while place >= oldest and len(ends) < PLACES:
+        while place >= oldest and len(ends) < MAX_OCCURRENCES:
             ends.append(place)
             place = int(links[place % window])
         return ends

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 Compiler = Callable[[StructuredOutputsParams], "Grammar"]
 """Raises GrammarError."""
-MAX_THREADS = 2
-MAX_KEPT = 32
+MAX_COMPILE_THREADS = 2
+MAX_CACHED_GRAMMARS = 32
 """Compiled grammars kept for requests to come."""
 MAX_LEXER_STATES = 50_000
 """Of one grammar, 1-2 kB each. llguidance's other limits bound the time of compiling and of each mask."""
-MAX_REASON = 500
+MAX_REASON_CHARACTERS = 500
 """Characters of llguidance's messages that are passed on: they can repeat the whole grammar."""
 
 
@@ -213,7 +213,7 @@ class Grammars:
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
-        self._pool = ThreadPoolExecutor(MAX_THREADS, "grammar")
+        self._pool = ThreadPoolExecutor(MAX_COMPILE_THREADS, "grammar")
         self._kept: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
         self._users: list[Request] = []
         """Those whose gate has opened, until they are over."""
@@ -226,7 +226,7 @@ class Grammars:
         future = self._kept.get(form)
         if future is None or (future.done() and future.exception() is not None):
             future = self._kept[form] = self._pool.submit(self._compiler, form)
-            if len(self._kept) > MAX_KEPT:
+            if len(self._kept) > MAX_CACHED_GRAMMARS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(form)
         request.gate = GrammarGate(request, future, self._users.append)
@@ -248,4 +248,4 @@ class Grammars:
 def _reason(message: str) -> str:
     """llguidance's message on one line, without the picture of the grammar under it."""
     line = " ".join(message.split())
-    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}..."
+    return line if len(line) <= MAX_REASON_CHARACTERS else f"{line[:MAX_REASON_CHARACTERS]}..."

@@ -11,7 +11,7 @@ from engine.text.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextPiece:
     """What one output of the engine adds; ``finish_reason`` ("stop", "length") is set on the last."""
 
     text: str
@@ -44,7 +44,7 @@ class TextStream:
         self._min_tokens = sampling.min_tokens
         self._include_stop = include_stop
 
-    def advance(self, output: RequestOutput) -> Piece:
+    def advance(self, output: RequestOutput) -> TextPiece:
         """Add an output; what the engine sent beyond a stop string is dropped."""
         tokens = output.token_ids
         stopped = output.finish is RequestStatus.FINISHED_STOPPED
@@ -57,12 +57,12 @@ class TextStream:
         if output.finish is not None and self._stops.matched is None:
             text += self._checked(self._detokenizer.finish())
         if self._stops.matched is not None:
-            return Piece(text, tokens[:used], output.logprobs[:used], "stop", self._stops.matched)
+            return TextPiece(text, tokens[:used], output.logprobs[:used], "stop", self._stops.matched)
         reason = None
         if output.finish is not None:
             text += self._stops.finish()
             reason = output.finish.value
-        return Piece(text, tokens, output.logprobs, reason, output.stop_reason)
+        return TextPiece(text, tokens, output.logprobs, reason, output.stop_reason)
 
     def _checked(self, text: str) -> str:
         """Text that may go out now."""

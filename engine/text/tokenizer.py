@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 _REPLACEMENT = "\ufffd"
-_LONGEST_CHARACTER = 4
+_MAX_CHARACTER_BYTES = 4
 """Bytes, and so tokens at most, of a UTF-8 character."""
-_MAX_PENDING = 2 * _LONGEST_CHARACTER
+_MAX_PENDING_TOKENS = 2 * _MAX_CHARACTER_BYTES
 
 
 class ChatTemplateError(ValueError):
@@ -211,10 +211,10 @@ class IncrementalDetokenizer:
         known = self._tokenizer.decode(self._tokens[self._prefix : self._read], self._skip)
         whole = self._tokenizer.decode(self._tokens[self._prefix :], self._skip)
         if whole.endswith(_REPLACEMENT) and not final:
-            if end - self._read <= _MAX_PENDING:
+            if end - self._read <= _MAX_PENDING_TOKENS:
                 return
             # No character has so many bytes: the text is broken, and only its tail may still become whole.
-            end -= _LONGEST_CHARACTER
+            end -= _MAX_CHARACTER_BYTES
             whole = self._tokenizer.decode(self._tokens[self._prefix : end], self._skip)
         if len(whole) > len(known):
             self.text += whole[len(known) :]

@@ -70,7 +70,7 @@ HELD_OUT = 4
 """The last topics are for measuring only."""
 FLAGS: dict[str, Any] = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "enable_prefix_caching": False}
 NORM = "layers.0.post_attention_layernorm"
-BATCH, LEARNING_RATE, WARM_UP = 8, 1e-3, 20
+BATCH, LEARNING_RATE, WARM_UP_STEPS = 8, 1e-3, 20
 CROSS_ENTROPY_WEIGHT = 1.0
 """Ten times the paper's: with so little text, what counts is the likeliest token."""
 POSITIONS = 256
@@ -87,7 +87,7 @@ class Example:
     hidden: torch.Tensor
 
 
-class Recorder(Proposer):
+class HiddenStateRecorder(Proposer):
     """Proposes nothing and keeps the target's hidden states of every request."""
 
     def __init__(self, target: Decoder) -> None:
@@ -106,7 +106,7 @@ class Recorder(Proposer):
         return {}
 
 
-class Head(nn.Module):
+class EagleHead(nn.Module):
     """The network of eagle.py, for autograd. Parameters bear the names of a checkpoint."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -188,10 +188,10 @@ def prompts(held_out: bool) -> list[str]:
 
 def generate(model: str, count: int, tokens: int, seed: int) -> tuple[list[Example], Decoder]:
     """``count`` answers of the model to its own prompts with their hidden states, and the model."""
-    recorders: list[Recorder] = []
+    recorders: list[HiddenStateRecorder] = []
 
     def record(config: EngineConfig, target: Decoder) -> Proposer:
-        recorders.append(Recorder(target))
+        recorders.append(HiddenStateRecorder(target))
         return recorders[0]
 
     runner = ModelRunner(EngineConfig(model=model, **FLAGS), record)
@@ -244,14 +244,19 @@ def batches(examples: Sequence[Example], epochs: int, seed: int) -> Iterator[tup
 
 
 def train(
-    head: Head, examples: Sequence[Example], target: Decoder, output: torch.Tensor, epochs: int, seed: int
+    head: EagleHead,
+    examples: Sequence[Example],
+    target: Decoder,
+    output: torch.Tensor,
+    epochs: int,
+    seed: int,
 ) -> None:
     """Fit ``head``; prints the loss, and how often its likeliest token is the target's, as it goes."""
     steps = epochs * -(-len(examples) // BATCH)
     optimizer = torch.optim.AdamW(head.parameters(), LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
-        lambda step: min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * min(step / steps, 1.0))),
+        lambda step: min((step + 1) / WARM_UP_STEPS, 0.5 + 0.5 * math.cos(math.pi * min(step / steps, 1.0))),
     )
     torch.manual_seed(seed)
     started = time.monotonic()
@@ -276,7 +281,7 @@ def train(
             print(f"step {step:4d}/{steps}  loss {loss:.3f}  agrees {agree:.1%}  {passed:.0f} s", flush=True)
 
 
-def save(head: Head, target: ModelConfig, directory: Path) -> None:
+def save(head: EagleHead, target: ModelConfig, directory: Path) -> None:
     """Write the head as vLLM reads it: config.json and model.safetensors."""
     directory.mkdir(parents=True, exist_ok=True)
     save_file(head.checkpoint(), directory / "model.safetensors", metadata={"format": "pt"})
@@ -344,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         torch.set_num_threads(len(os.sched_getaffinity(0)))
         torch.manual_seed(options.seed)
-        head = Head(target.config)
+        head = EagleHead(target.config)
         train(head, examples, target, output_weights(options.model), options.epochs, options.seed)
         save(head, target.config, options.out)
         print(f"{options.out}: {measure(options.model, options.out, options.drafts, options.tokens)}")

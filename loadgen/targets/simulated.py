@@ -99,9 +99,9 @@ class SimulatedTarget(Target):
 
     def offered_flags(self) -> OfferedFlags:
         """What a simulation heeds."""
-        from engine.sim.server import KNOWN, WITHOUT_EFFECT
+        from engine.sim.server import SIMULATED_FLAGS, WITHOUT_EFFECT
 
-        return OfferedFlags(self.name, None, dict.fromkeys(sorted(KNOWN - WITHOUT_EFFECT), ()))
+        return OfferedFlags(self.name, None, dict.fromkeys(sorted(SIMULATED_FLAGS - WITHOUT_EFFECT), ()))
 
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenSimulation]:
@@ -240,9 +240,9 @@ class _Door:
     def arrival(self, end: float) -> float:
         if not (delivery := self.server.times.delivery):
             return end
-        from engine.sim.step_times import draw
+        from engine.sim.step_times import draw_value
 
-        late = draw(delivery, self._outputs, self._chance) or 0.0
+        late = draw_value(delivery, self._outputs, self._chance) or 0.0
         self._arrived = max(self._arrived, end + late)
         return self._arrived
 
@@ -394,13 +394,13 @@ def measure_steps() -> tuple[list[StepSample], list[Records]]:
 
 def fit_steps(samples: Sequence[StepSample], runs: Sequence[Records]) -> StepTimes:
     """The step times that explain what was measured."""
-    from engine.sim.step_times import fit_step_times, grouped
+    from engine.sim.step_times import fit_step_times, group_samples
     from loadgen.sim import calibration
 
     entry, entry_per_token = calibration.entry(runs)
     late = calibration.delivery(runs, [(sample.load.rows, sample.ended) for sample in samples])
     times = fit_step_times(samples, f"{len(samples)} steps of the bundled server on this machine")
-    return replace(times, entry=entry, entry_per_token=entry_per_token, delivery=grouped(late))
+    return replace(times, entry=entry, entry_per_token=entry_per_token, delivery=group_samples(late))
 
 
 def _device_bytes(simulation: Simulation) -> int:

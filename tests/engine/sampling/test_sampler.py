@@ -11,7 +11,7 @@ from sampling_definition import kept_by_definition
 from scipy.stats import chisquare
 
 from engine.request import Request, SamplingParams
-from engine.sampling.sampler import CANDIDATES, ROWS_AT_ONCE, Sampler, SampleRow, seeded_uniform
+from engine.sampling.sampler import ROWS_AT_ONCE, TOP_P_CANDIDATES, Sampler, SampleRow, seeded_uniform
 
 VOCAB = 200
 
@@ -71,7 +71,7 @@ def test_draws_follow_the_definition(params: dict[str, Any], vocab: int) -> None
 
 def test_a_flat_distribution_is_sorted_as_a_whole() -> None:
     """top-p keeps more than the candidates here: none of the kept tokens may be lost."""
-    values = torch.linspace(0.0, 0.01, 64 * (CANDIDATES + 64))
+    values = torch.linspace(0.0, 0.01, 64 * (TOP_P_CANDIDATES + 64))
     drawn = draw(values, 500, top_p=0.99)
     kept = kept_by_definition(values.double(), 1.0, 0, 0.99, 0.0)
     assert set(drawn) <= set(kept.nonzero().flatten().tolist())

@@ -110,7 +110,7 @@ def test_a_body_that_does_not_come_is_refused(monkeypatch: pytest.MonkeyPatch) -
     async def read() -> None:
         await asgi.receive_body(Request({"type": "http", "method": "POST", "headers": []}, receive))
 
-    monkeypatch.setattr(asgi, "BODY_SECONDS", 0)
+    monkeypatch.setattr(asgi, "BODY_TIMEOUT_SECONDS", 0)
     with pytest.raises(RequestError, match="not there within") as caught:
         asyncio.run(read())
     assert caught.value.status == 408

@@ -13,14 +13,14 @@ from engine.request import RequestStatus, SamplingParams
 from engine.sim.simulate import (
     EOS_TOKEN_ID,
     ModelSize,
+    RequestTimeline,
     SimulatedRunner,
     SimulationError,
     TimedRequest,
-    Timeline,
     VirtualClock,
     WallClock,
-    drive,
     own_prompt,
+    run_workload,
 )
 from engine.sim.step_times import StepTimes
 from engine.step import StepOutput, StepPlan
@@ -35,14 +35,14 @@ def simulate(
     times: StepTimes = SECOND,
     runner: dict[str, Any] | None = None,
     **flags: Any,
-) -> tuple[list[Timeline], VirtualClock, list[StepPlan]]:
+) -> tuple[list[RequestTimeline], VirtualClock, list[StepPlan]]:
     clock = VirtualClock()
     config = EngineConfig(
         **{"num_gpu_blocks_override": 200, "max_num_batched_tokens": 256, "max_num_seqs": 8, **flags}
     )
     core = EngineCore(config, SimulatedRunner(SIZE, times, clock, **(runner or {})), clock)
     plans: list[StepPlan] = []
-    timelines = drive(core, clock, requests, lambda plan, output, seconds: plans.append(plan))
+    timelines = run_workload(core, clock, requests, lambda plan, output, seconds: plans.append(plan))
     assert core.scheduler.kv_usage == 0.0
     return timelines, clock, plans
 
@@ -208,7 +208,7 @@ def test_a_workload_that_cannot_end_is_told() -> None:
     )
     core.step = lambda: (StepPlan(0, (), token_budget=0), StepOutput(()))  # type: ignore[method-assign]
     with pytest.raises(SimulationError, match="nothing was scheduled in 10 steps"):
-        drive(core, clock, [timed("a", 0.0, 1)])
+        run_workload(core, clock, [timed("a", 0.0, 1)])
 
 
 def test_what_the_scheduler_refuses_is_raised() -> None:

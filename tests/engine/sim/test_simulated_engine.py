@@ -11,7 +11,14 @@ from engine.config import GIB, ConfigError
 from engine.models.model_config import ModelConfig
 from engine.request import SamplingParams
 from engine.sim.devices import DEVICES
-from engine.sim.server import ACCEPTANCE, RESERVED, SimulatedServer, Simulation, on_device, on_times
+from engine.sim.server import (
+    DEFAULT_ACCEPTANCE,
+    RESERVED_BYTES,
+    SimulatedServer,
+    Simulation,
+    on_device,
+    on_times,
+)
 from engine.sim.simulate import TimedRequest, own_prompt
 from engine.sim.step_times import StepTimes
 
@@ -36,7 +43,7 @@ def test_defaults_are_those_of_vllm_on_that_device() -> None:
 def test_memory_is_what_the_device_has_less_weights_activations_logits_and_a_reserve() -> None:
     size = on("h100").size
     assert size.weights_bytes == 2 * LLAMA_8B.num_parameters
-    assert size.activation_bytes == 8192 * 2 * (2 * 14_336 + 4 * 4096) + 1024 * 128_256 * 4 + RESERVED
+    assert size.activation_bytes == 8192 * 2 * (2 * 14_336 + 4 * 4096) + 1024 * 128_256 * 4 + RESERVED_BYTES
     kv = 0.92 * 81_559 * (1 << 20) - size.weights_bytes - size.activation_bytes
     assert blocks(on("h100")) == int(kv) // (16 * 131_072)
 
@@ -87,7 +94,7 @@ def test_flags_without_effect_are_let_pass() -> None:
 def test_an_assumed_acceptance_is_said_and_a_given_one_taken() -> None:
     flags = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
     assumed = on_device(LLAMA_8B, DEVICES["h100"], flags)
-    assert assumed.acceptance == ACCEPTANCE
+    assert assumed.acceptance == DEFAULT_ACCEPTANCE
     assert "draft is accepted" in assumed.assumed[-1]
     given = on_device(LLAMA_8B, DEVICES["h100"], flags, acceptance=0.3)
     assert given.acceptance == 0.3

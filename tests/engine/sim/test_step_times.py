@@ -16,14 +16,14 @@ from engine.sim.devices import DEVICES, H100_SXM, Sizes, roofline
 from engine.sim.simulate import ModelSize, SimulatedRunner, VirtualClock
 from engine.sim.step_log import RecordingRunner
 from engine.sim.step_times import (
-    GROUP,
+    MIN_GROUP_SAMPLES,
     StepLoad,
     StepSample,
     StepTimes,
     StepTimesError,
-    draw,
+    draw_value,
     fit_step_times,
-    grouped,
+    group_samples,
 )
 from engine.step import Rows, StepPlan
 
@@ -124,14 +124,16 @@ def test_the_fit_keeps_by_how_much_steps_of_a_length_spread() -> None:
 
 def test_values_are_drawn_from_the_group_that_something_belongs_to() -> None:
     groups, chance = ((0.1, (0.5,)), (1.0, (1.0, 2.0))), random.Random(0)
-    assert [draw(groups, what, chance) for what in (0.0, 0.1)] == [0.5, 0.5]
-    assert {draw(groups, what, chance) for what in (0.11, 7.0) for _ in range(20)} == {1.0, 2.0}
-    assert draw((), 1.0, chance) is None
+    assert [draw_value(groups, what, chance) for what in (0.0, 0.1)] == [0.5, 0.5]
+    assert {draw_value(groups, what, chance) for what in (0.11, 7.0) for _ in range(20)} == {1.0, 2.0}
+    assert draw_value((), 1.0, chance) is None
 
 
 def test_groups_are_narrow_unless_they_are_few() -> None:
-    seen = [(float(what), what / 10) for what in (1, 2, 4, 5) for _ in range(GROUP)] + [(9.0, 0.9)]
-    groups = grouped(seen)
+    seen = [(float(what), what / 10) for what in (1, 2, 4, 5) for _ in range(MIN_GROUP_SAMPLES)] + [
+        (9.0, 0.9)
+    ]
+    groups = group_samples(seen)
     assert [bound for bound, _ in groups] == [1.0, 2.0, 9.0]
     assert groups[0][1] == (0.1,) * 20
     assert set(groups[2][1]) == {0.4, 0.5} or groups[2][1][-1] > 0.5

@@ -24,7 +24,7 @@ from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from engine.spec.network import NetworkProposer
 from engine.step import StepOutput, StepPlan
-from engine.training.train_eagle import Head, save
+from engine.training.train_eagle import EagleHead, save
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
 
@@ -65,7 +65,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     )
     config = load_model_config(target)
     torch.manual_seed(0)
-    save(Head(config), config, root / "head")
+    save(EagleHead(config), config, root / "head")
     return Models(target, other, root / "head")
 
 
@@ -101,7 +101,7 @@ def texts(llm: LLM, asked: Sequence[list[int]], sampling: Any = GREEDY, **how: A
     return [answer.token_ids for answer in done]
 
 
-PLACES: dict[str, dict[str, Any]] = {
+MAX_OCCURRENCES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunked": {"max_num_batched_tokens": 24},
     "few blocks": {"num_gpu_blocks_override": 11, "max_num_batched_tokens": 64, "max_model_len": 128},
@@ -110,12 +110,12 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", MAX_OCCURRENCES)
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_text_is_that_without_drafts(models: Models, method: str, place: str) -> None:
     asked = prompts(6)
     plain = texts(make_llm(models.target), asked)
-    llm = make_llm(models.target, speculative_config=models.speculation(method), **PLACES[place])
+    llm = make_llm(models.target, speculative_config=models.speculation(method), **MAX_OCCURRENCES[place])
     done = llm.generate(asked, GREEDY, arrivals=[0, 0, 1, 3, 3, 8])
     assert [answer.token_ids for answer in done] == plain
     assert any(answer.num_preemptions for answer in done) == (place == "few blocks")
@@ -137,7 +137,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(models: Models) -> None:
     """So its KV is right as well: after chunked prefill, prefix hits, preemption, and drafts all accepted."""
     shared = prompts(1, length=40)[0]
     asked = [shared + prompt for prompt in prompts(6)]
-    for flags in PLACES.values():
+    for flags in MAX_OCCURRENCES.values():
         llm = make_llm(models.target, speculative_config=models.speculation("itself"), **flags)
         counts = Counts()
         texts(llm, asked, arrivals=[0, 0, 1, 3, 3, 8], observe=counts)
@@ -259,7 +259,7 @@ def test_a_draft_that_is_drawn_from_the_target_is_always_accepted(models: Models
 def test_the_engine_s_head_is_the_trained_one(models: Models) -> None:
     """Greedy drafts of the engine, step by step, against the network of the training script."""
     config = load_model_config(models.target)
-    head = Head(config)
+    head = EagleHead(config)
     saved = load_file(models.head / "model.safetensors")
     with torch.no_grad():
         for key, name in head.names.items():
@@ -328,7 +328,7 @@ def test_a_head_is_no_draft_model_and_the_other_way_round(models: Models) -> Non
 
 def test_a_head_for_another_model_is_refused(models: Models, tmp_path: Path) -> None:
     other = load_model_config(models.other)
-    save(Head(other), other, tmp_path)
+    save(EagleHead(other), other, tmp_path)
     with pytest.raises(ModelError, match="its hidden_size is 64, the served model's 96"):
         load(models, {"method": "eagle", "model": str(tmp_path)})
 

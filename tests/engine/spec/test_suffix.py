@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from engine.config import SpeculativeConfig
 from engine.kernels.base import Int32
 from engine.request import Request, RequestStatus, SamplingParams
-from engine.spec.history import Histories
-from engine.spec.suffix import PLACES, PastOutputs, SuffixProposer
+from engine.spec.history import TokenHistories
+from engine.spec.suffix import MAX_OCCURRENCES, PastOutputs, SuffixProposer
 
 
 def proposer(k: int = 8, max_model_len: int = 1000, **keys: float) -> SuffixProposer:
@@ -181,10 +181,10 @@ def test_of_a_long_output_the_end_is_kept() -> None:
 
 def test_only_the_latest_places_vote() -> None:
     past = PastOutputs(max_requests=500, depth=8, ahead=2)
-    for last in [7] * 100 + [9] * PLACES:
+    for last in [7] * 100 + [9] * MAX_OCCURRENCES:
         past.add([1, 2, last])
     _, following = past.places(array([1, 2]))
-    assert following == [[9, -1]] * PLACES
+    assert following == [[9, -1]] * MAX_OCCURRENCES
 
 
 @settings(max_examples=60, deadline=None)
@@ -215,7 +215,7 @@ def test_places_are_occurrences_in_outputs_that_are_kept(outputs: list[list[int]
 
 
 def test_histories_follow_requests_that_grow() -> None:
-    histories = Histories()
+    histories = TokenHistories()
     request = finished("a", [2, 3])
     assert histories.of(request).extended([4]).tolist() == [1, 2, 3, 4]
     request.token_ids += [4]
@@ -225,7 +225,7 @@ def test_histories_follow_requests_that_grow() -> None:
 
 
 def test_histories_forget_who_has_finished_and_who_only_has_the_same_name() -> None:
-    histories = Histories()
+    histories = TokenHistories()
     first, second = finished("a", [2]), finished("a", [8, 9])
     histories.of(first).extended([])
     assert histories.of(second).extended([]).tolist() == [1, 8, 9]

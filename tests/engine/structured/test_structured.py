@@ -14,7 +14,7 @@ from engine.config import ConfigError, EngineConfig, StructuredOutputsConfig
 from engine.core import EngineCore
 from engine.request import Request, RequestStatus, SamplingParams, StructuredOutputsParams
 from engine.step import StepPlan, StepResult
-from engine.structured.grammars import MAX_KEPT, Grammar, GrammarError, Grammars, LLGuidance
+from engine.structured.grammars import MAX_CACHED_GRAMMARS, Grammar, GrammarError, Grammars, LLGuidance
 
 ANYTHING = StructuredOutputsParams(regex=".*")
 
@@ -347,7 +347,7 @@ def test_equal_forms_are_compiled_once(compiler: LLGuidance) -> None:
         return compiler(form)
 
     grammars = Grammars(counted)
-    forms = [StructuredOutputsParams(json={"const": i}) for i in range(MAX_KEPT + 1)]
+    forms = [StructuredOutputsParams(json={"const": i}) for i in range(MAX_CACHED_GRAMMARS + 1)]
     requests = [make_request(str(i), forms[i % 2]) for i in range(6)]
     for request in requests:
         grammars.start(request)
@@ -360,7 +360,7 @@ def test_equal_forms_are_compiled_once(compiler: LLGuidance) -> None:
     grammars.wait()
     grammars.start(make_request("r", forms[0]))  # forgotten by now
     grammars.wait()
-    assert len(asked) == MAX_KEPT + 2
+    assert len(asked) == MAX_CACHED_GRAMMARS + 2
 
 
 def test_what_failed_is_tried_again(compiler: LLGuidance) -> None:

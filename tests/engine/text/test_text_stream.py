@@ -7,7 +7,7 @@ from serving_kit import EOS, make_model
 
 from engine.request import RequestStatus, SamplingParams
 from engine.step import RequestOutput, TokenLogprobs
-from engine.text.text_stream import Piece, TextStream
+from engine.text.text_stream import TextPiece, TextStream
 from engine.text.tokenizer import Tokenizer
 
 
@@ -60,7 +60,7 @@ def test_eos_is_silent_also_when_special_tokens_are_shown(tokenizer: Tokenizer) 
 def test_a_stop_token_is_silent_unless_included(tokenizer: Tokenizer) -> None:
     end = output("ab", RequestStatus.FINISHED_STOPPED, ord("b"))
     silent = TextStream(tokenizer, SamplingParams(stop_token_ids=(ord("b"),)))
-    assert silent.advance(end) == Piece("a", ids("ab"), end.logprobs, "stop", ord("b"))
+    assert silent.advance(end) == TextPiece("a", ids("ab"), end.logprobs, "stop", ord("b"))
     included = TextStream(tokenizer, SamplingParams(stop_token_ids=(ord("b"),)), include_stop=True)
     assert included.advance(end).text == "ab"
 
