@@ -7,8 +7,10 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
-from tuner.job.job import UsageError
+from tuner.job.job import Job, UsageError
+from tuner.runs.result import TrialResult
 
 MIN_PAIRS, MAX_PAIRS, MOST_PAIRS = 3, 8, 16
 """Of a confirmation: the least, the most that time is kept for, the most where the search leaves time."""
@@ -82,6 +84,40 @@ class Plan:
     """Kept for the comparison at other loads."""
     exclusive: bool = False
     """Whether two servers cannot be up at once, so that a confirmation starts them in turn."""
+
+    @classmethod
+    def after(
+        cls,
+        baseline: TrialResult,
+        job: Job,
+        *,
+        run_seconds: float,
+        levels_seconds: float,
+        spent_seconds: float,
+        exclusive: bool,
+    ) -> Self:
+        """By the baseline's costs; one that failed is taken to cost what a run takes.
+
+        ``run_seconds``: of one load. ``levels_seconds``: of the loads of a comparison by load, of one config.
+        """
+        start, total = baseline.seconds["start"], baseline.seconds["total"]
+        # A trial has two loads, and so two drains.
+        run = max(run_seconds, run_seconds + (total - start - run_seconds) / 2)
+        pairs = job.pairs or choose_pairs(job.budget, start, run, exclusive)
+        kept = 0.0
+        if job.budget is not None and levels_seconds:
+            kept = min(LOADS_SHARE * job.budget, LOADS_CONFIGS * (start + levels_seconds))
+        return cls(
+            start_seconds=start,
+            trial_seconds=max(total, run_seconds),
+            run_seconds=run,
+            pairs=0 if baseline.status == "failed" else pairs,
+            budget_seconds=job.budget,
+            max_trials=job.trials,
+            spent_seconds=spent_seconds,
+            loads_seconds=kept,
+            exclusive=exclusive,
+        )
 
     @property
     def confirm_seconds(self) -> float:

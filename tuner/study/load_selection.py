@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from loadgen.plan.traces import Trace
 from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, Workload
@@ -14,20 +15,21 @@ from servers.flags.offered_flags import OfferedFlags
 from servers.kinds import KINDS
 from servers.memory_plan import MemoryPlan
 from servers.slo.objective import Slo
-from servers.start_log import read_start_log
+from servers.start_log import LINES, read_start_log
 from tuner.job.job import DEFAULT_RUN_SECONDS, Job
 from tuner.job.options import Replay
-from tuner.runs.load import Load, Traffic
+from tuner.runs.load import Load, Traffic, span
 from tuner.runs.profiling import OFFERED_SHARE, Profile, find_capacity, fitting_scale, time_alone
 from tuner.runs.replay import ReplayLoad, read_replay
 from tuner.space.knobs import started_with
 from tuner.space.space import Surroundings, effective
+from tuner.study.budget import PAUSE
 from tuner.study.trial import Bench
 
-FALLBACK_CONTEXT = 4096
+FALLBACK_CONTEXT_TOKENS = 4096
 """Context length assumed where the baseline does not come up to be asked."""
-LONGEST_RUN, RUN_SHARE = 90.0, 0.025
-"""Most seconds of a run whose length nobody asked for, and the most of a budget."""
+LONGEST_RUN_SECONDS, RUN_BUDGET_SHARE = 90.0, 0.025
+"""Most seconds of a run whose length was not asked for, and the most of a budget."""
 CAPACITY_SHARE = 0.5
 """Length of a closed loop to find the capacity, as a share of a run."""
 
@@ -42,7 +44,7 @@ class LoadSelection:
 
     @cached_property
     def trace(self) -> Trace | None:
-        """What is replayed; None where a workload is drawn."""
+        """What is replayed; None where a workload is generated."""
         return read_replay(self.job.replay) if self.job.replay else None
 
     @cached_property
@@ -73,6 +75,11 @@ class LoadSelection:
         if self.job.loads is not None:
             return self.job.loads
         return self.load(profile).levels() if self.known(profile) else ()
+
+    def levels_seconds(self, profile: Profile) -> float:
+        """What a config takes at all levels, one run each; 0 without levels."""
+        levels = self.levels(profile)
+        return sum(span(self.load(profile).at_level(level, 0)) + PAUSE for level in levels)
 
     def workload(self, max_model_len: int, scale: float | None) -> Workload:
         return workload_of(
@@ -144,8 +151,30 @@ class LoadSelection:
         job = self.job
         if job.run_seconds is not None or job.simulated or self.trace is not None:
             return job.run_seconds or DEFAULT_RUN_SECONDS
-        most = LONGEST_RUN if job.budget is None else min(LONGEST_RUN, RUN_SHARE * job.budget)
+        most = (
+            LONGEST_RUN_SECONDS
+            if job.budget is None
+            else min(LONGEST_RUN_SECONDS, RUN_BUDGET_SHARE * job.budget)
+        )
         return max(DEFAULT_RUN_SECONDS, min(start_seconds, most))
+
+    def start_facts(self, server: OpenTarget) -> dict[str, Any]:
+        """What the start of the baseline's server tells, as fields of a profile.
+
+        To be read before a load fills the log.
+        """
+        job, log = self.job, server.log_tail(LINES)
+        told = read_start_log(
+            log,
+            KINDS[job.server],
+            job.flags,
+            started_with(job.server),
+            metrics=server.scrape(),
+            version=server.version,
+            proportional=job.simulated,
+        )
+        memory = told.memory.to_json() if told.memory else None
+        return {"version": told.version or "", "known": dict(told.flags), "memory": memory}
 
     def assumed_profile(self) -> Profile:
         """For a baseline that does not come up: what the job and the program say."""
@@ -154,7 +183,7 @@ class LoadSelection:
         server = self.job.server
         told = read_start_log("", KINDS[server], self.job.flags, started_with(server), version=version)
         return Profile(
-            max_model_len=context if isinstance(context, int) else FALLBACK_CONTEXT,
+            max_model_len=context if isinstance(context, int) else FALLBACK_CONTEXT_TOKENS,
             start_seconds=math.nan,
             prefill_speed=math.nan,
             rate=self.rate,

@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import optuna
 
 from loadgen.target import OpenTarget, Target
 from loadgen.targets.model_shape import shape_of
-from servers.kinds import KINDS
 from servers.slo.objective import Slo, parse_slo
-from servers.start_log import LINES, read_start_log
 from tuner.job.job import Job
-from tuner.runs.load import Traffic, span
+from tuner.runs.load import Traffic
 from tuner.runs.profiling import Profile
 from tuner.runs.result import BASELINE, TrialResult
 from tuner.search.fitted_simulator import CannotFit, FittedSimulator, fit_simulator
-from tuner.search.from_doctor import Hints, of_trial, prescribed
-from tuner.search.initial_design import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
 from tuner.search.model import ModelStrategy
 from tuner.search.prior import SimulatedPrior
 from tuner.search.strategies import make_strategy
 from tuner.search.study import Proposal, Study
 from tuner.space.file import SpaceFile
-from tuner.space.knobs import started_with
 from tuner.space.space import Config, build_space, describe_changes, effective
-from tuner.study.budget import LOADS_CONFIGS, LOADS_SHARE, PAUSE, Clock, Plan, choose_pairs
+from tuner.study.budget import Clock, Plan
 from tuner.study.candidate_confirmation import CandidateConfirmation
 from tuner.study.cost import SPENT_ON
+from tuner.study.criteria import Criteria
 from tuner.study.final_trials import FinalTrials
+from tuner.study.first_trials import FirstTrials
 from tuner.study.load_selection import LoadSelection
 from tuner.study.outcome import Outcome, describe_trial, label, unseen_stalls
 from tuner.study.presimulation import Presimulation
-from tuner.study.trial import Attempt, Bench, ClientKilled, Criteria, ServerFailed, SetupFailed
+from tuner.study.trial import Attempt, Bench, ClientKilled, ServerFailed, SetupFailed
 from tuner.workers.coordination import Coordination
 
-FEW = 10
-"""Trials below which a practitioner's starting point is tried also where a prior knows better."""
-PRESCRIBED_SHARE = 4
-"""Of the trials, one in so many may be the doctor's, and one in any case."""
 MAX_FAILURES = 5
 """When nothing has served after so many launches, nothing will."""
-DEFAULT_RUNNING = 16
-"""Requests in service at the baseline, where no metric says."""
 
 
 @dataclass
@@ -170,7 +159,7 @@ class Optimizer:
         began = self.bench.target.clock()
         try:
             with self.bench.open(self.job.flags) as server:
-                told = self._start_log(server)  # before a load fills its log
+                told = self.load_selection.start_facts(server)
                 with self.spending("profile"):
                     profile = self.load_selection.profile(server)
                 self._begin(replace(profile, **told))
@@ -219,21 +208,6 @@ class Optimizer:
         if self.load_selection.trace is not None:
             self.observer.note(f"load: {self.load.description}")
 
-    def _start_log(self, server: OpenTarget) -> dict[str, Any]:
-        """What the start of the baseline's server tells, as fields of a profile."""
-        job, log = self.job, server.log_tail(LINES)
-        told = read_start_log(
-            log,
-            KINDS[job.server],
-            job.flags,
-            started_with(job.server),
-            metrics=server.scrape(),
-            version=server.version,
-            proportional=job.simulated,
-        )
-        memory = told.memory.to_json() if told.memory else None
-        return {"version": told.version or "", "known": dict(told.flags), "memory": memory}
-
     def _load(self, server: OpenTarget) -> Traffic:
         """The load of every trial; found out on the first server that comes up."""
         if not self.load_selection.known(self.profile):
@@ -278,55 +252,29 @@ class Optimizer:
         return self.fitted.target
 
     def _make_plan(self) -> None:
-        """Needs the baseline's costs; one that failed is taken to cost what a run takes."""
-        baseline = self.study.baseline
+        baseline, selection = self.study.baseline, self.load_selection
         assert baseline is not None, "the baseline is told before the plan is made"
-        start, total = baseline.seconds["start"], baseline.seconds["total"]
-        seconds = (
-            self.load.run_seconds if self.load_selection.known(self.profile) else self.profile.run_seconds
-        )
-        run = max(
-            seconds, seconds + (total - start - seconds) / 2
-        )  # a trial has two loads, and so two drains
-        exclusive = self.bench.target.exclusive
-        pairs = self.job.pairs or choose_pairs(self.job.budget, start, run, exclusive)
-        self.plan = Plan(
-            start_seconds=start,
-            trial_seconds=max(total, seconds),
-            run_seconds=run,
-            pairs=0 if baseline.status == "failed" else pairs,
-            budget_seconds=self.job.budget,
-            max_trials=self.job.trials,
+        known = selection.known(self.profile)
+        self.plan = Plan.after(
+            baseline,
+            self.job,
+            run_seconds=self.load.run_seconds if known else self.profile.run_seconds,
+            levels_seconds=0.0 if self.job.budget is None else selection.levels_seconds(self.profile),
             spent_seconds=self.clock.spent,
-            loads_seconds=self._loads_seconds(start),
-            exclusive=exclusive,
+            exclusive=self.bench.target.exclusive,
         )
         if self.bench.target.restartable:
             self.observer.note(self.plan.describe())
         if unseen := unseen_stalls(baseline, self.slo):
             self.observer.note(unseen)
 
-    def _loads_seconds(self, start: float) -> float:
-        """What is kept of the budget for the comparison at other loads."""
-        if self.job.budget is None or not self.load_selection.levels(self.profile):
-            return 0.0
-        spans = sum(
-            span(self.load.at_level(level, 0)) + PAUSE for level in self.load_selection.levels(self.profile)
-        )
-        return min(LOADS_SHARE * self.job.budget, LOADS_CONFIGS * (start + spans))
-
     # The search.
 
     def _search(self) -> str:
         """Trials until there is a reason to stop, which is returned."""
         with self.coordination.turn(self.study):
-            left = self._trials_left()
-            self._take_hints(left)
-            number = self.study.strategy.starts or int(left < FEW)
-            starts = itertools.islice(self._starting_points(), number)
-            most = max(1, left // PRESCRIBED_SHARE)
-            for flags, why in (*itertools.islice(self._prescribed(), most), *starts):
-                self.study.enqueue(flags, why)
+            first = FirstTrials(self.job, self.slo, self.study, self.profile)
+            first.queue(self._trials_left(), self.launched())
         while True:
             with self.coordination.turn(self.study):
                 if over := self._over():
@@ -345,30 +293,6 @@ class Optimizer:
     def _final_trials(self) -> FinalTrials:
         assert self.plan is not None, "the search follows the plan"
         return FinalTrials(self.study, self.plan, self.clock, self.spending, self.presimulation)
-
-    def _take_hints(self, left: int) -> None:
-        """In the first half of all trials."""
-        strategy = self.study.strategy
-        if isinstance(strategy, ModelStrategy):
-            strategy.hints = Hints.of(self._findings(), self.study.space, (self.launched() + left) // 2)
-
-    def _findings(self) -> list[Mapping[str, Any]]:
-        """The doctor's prescriptions: of the report that was given, else of the baseline's own trial."""
-        baseline = self.study.baseline
-        return list(self.job.from_doctor or (of_trial(baseline.findings) if baseline else ()))
-
-    def _prescribed(self) -> Iterator[tuple[Mapping[str, Any], str]]:
-        return prescribed(self._findings(), self.study.space)
-
-    def _starting_points(self) -> Iterator[tuple[Mapping[str, Any], str]]:
-        baseline = self.study.space.baseline
-        speed = self.profile.prefill_speed
-        if math.isnan(speed):  # then the baseline's budget is taken for what the device's default should be
-            speed = REFERENCE_PREFILL * baseline["max_num_batched_tokens"] / REFERENCE_TOKENS
-        told = self.study.baseline
-        running = (told.peak_running if told else None) or min(DEFAULT_RUNNING, baseline["max_num_seqs"])
-        pace = told.measurement.value("itl_p50") if told and told.measurement else math.nan
-        return starting_points(self.slo, baseline, speed, running, pace, self.profile.concurrency)
 
     def _over(self) -> str:
         """Why the search must end now; "" while it may go on."""
@@ -411,9 +335,9 @@ class Optimizer:
         changes = describe_changes(space.changes(proposal.config))
         self.observer.trial_begins(proposal.number, changes, proposal.origin)
         try:
-            result = self.bench.trial(
-                proposal, self.flags(proposal.config), self._load, self._criteria(proposal), server
-            )
+            baseline, best = self.study.baseline, self.study.best()
+            criteria = Criteria.of(self.slo, baseline, best, repeated=proposal.request_set > 0)
+            result = self.bench.trial(proposal, self.flags(proposal.config), self._load, criteria, server)
         except ClientKilled as error:
             self.study.interrupt(proposal, str(error), deaths=1)
             if proposal.origin == BASELINE:
@@ -442,30 +366,6 @@ class Optimizer:
         """What is given on the command line: the user's flags, and what differs from them."""
         changed = {flag: new for flag, (_, new) in self.study.space.changes(config).items()}
         return {flag: value for flag, value in {**self.job.flags, **changed}.items() if value is not None}
-
-    def _criteria(self, proposal: Proposal) -> Criteria:
-        """The baseline is measured in full, whatever its short rung says: bounds are relative to it. So are
-        repeats, which the study judges once it has the baseline's own.
-        """
-        baseline, best = self.study.baseline, self.study.best()
-        if proposal.request_set:
-            return Criteria(self.slo, self.slo.resolve(lambda metric, cls: math.nan))
-        if baseline is None or baseline.measurement is None or baseline.short is None:
-            unmeasured = self.slo.resolve(lambda metric, cls: math.nan)
-            return Criteria(self.slo, unmeasured, () if baseline is None else unmeasured)
-        whole, short = baseline.measurement, baseline.short
-
-        def worse(metric: str, cls: str | None) -> float:
-            """Of the baseline's short rung and its whole measurement, as either may lack the rare stalls."""
-            return float(np.fmax(short.value(metric, cls), whole.value(metric, cls)))
-
-        return Criteria(
-            self.slo,
-            self.slo.resolve(whole.value),
-            self.slo.resolve(worse),
-            best.short if best else None,
-            best.measurement if best else None,
-        )
 
     def _save_spent(self) -> None:
         """The workers' clocks go together: as much time is spent as the one says that was there first."""

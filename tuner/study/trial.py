@@ -17,8 +17,6 @@ from loadgen.wire.probe import Unreachable
 from servers.errors import UserError
 from servers.kind import ServerKind
 from servers.kinds import VLLM
-from servers.slo.bounds import Bound
-from servers.slo.objective import Slo
 from tuner.runs.findings import examine
 from tuner.runs.interrupts import Interrupts
 from tuner.runs.load import Traffic, span
@@ -28,6 +26,7 @@ from tuner.runs.rungs import reason_to_stop
 from tuner.runs.scrape import read_figures
 from tuner.runs.watchdog import Watchdog
 from tuner.search.study import Proposal
+from tuner.study.criteria import Criteria
 from tuner.study.observer import Observer
 
 BROKEN_SHARE = 0.5
@@ -57,20 +56,6 @@ class SetupFailed(UserError):
 
 class ClientKilled(SetupFailed):
     """What sends the load was killed: this trial is lost, but another try may do."""
-
-
-@dataclass(frozen=True)
-class Criteria:
-    """What a measurement is held against; a bound relative to the baseline as what the baseline has."""
-
-    slo: Slo
-    bounds: tuple[Bound, ...]
-    short_bounds: tuple[Bound, ...] = ()
-    """Of the short rung, which ends a trial that misses one for certain."""
-    incumbent: Measurement | None = None
-    """The best config's short rung; None: no trial is out of its reach."""
-    incumbent_whole: Measurement | None = None
-    """All of the best config's measurement."""
 
 
 @dataclass(frozen=True)
