@@ -75,7 +75,9 @@ def mount(app: typer.Typer) -> None:
 def run(
     server: Connection,
     load: Load,
-    seed: Annotated[int, typer.Option(min=0, help="Decides arrivals, classes, lengths and prompts.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Random seed of arrivals, classes, lengths and prompts.")
+    ] = 0,
     slo: Annotated[
         str | None,
         typer.Option(

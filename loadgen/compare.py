@@ -25,6 +25,7 @@ from loadgen.measure.estimator import (
     whole,
 )
 from loadgen.measure.record import Records
+from loadgen.measure.rounding import significant
 from loadgen.measure.stats import RATES, FigureError, RequestBound, Summary
 from loadgen.plan.workload import Schedule
 from loadgen.target import OpenTarget, Target, TargetFailed
@@ -392,5 +393,5 @@ def _number(metric: str, value: float) -> str:
     if math.isnan(value):
         return "n/a"
     if split_metric(metric)[0] in (*TOTALS, *RATES):
-        return f"{value:.4g}"
-    return f"{1e3 * value:.4g} ms"
+        return significant(value)
+    return f"{significant(1e3 * value)} ms"

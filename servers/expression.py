@@ -268,7 +268,7 @@ def _inexact(names: frozenset[str], lookup: Lookup) -> tuple[Missing, ...]:
         reading = lookup(name)
         if isinstance(reading, Number) and not reading.exact:
             span = f"somewhere in [{reading.low:g}, {reading.high:g}]"
-            why = f"nobody stated it ({span}); pass --flags or --log" if reading.vague == "flag" else span
+            why = f"not given ({span}); pass --flags or --log" if reading.vague == "flag" else span
             vague.append(Missing(name, reading.vague, why))
     return tuple(vague)
 

@@ -53,9 +53,9 @@ class Exported:
 @export_app.command("alerts")
 @with_options
 def export_alerts(wanted: Exported, login: LogIn) -> None:
-    """Print a Prometheus rule file: an alert a playbook, and absent() alerts for what blinds them.
+    """Print Prometheus alerting rules: one per playbook, plus absent() alerts for missing metrics.
 
-    Rules that hang on a flag nobody stated are named in a comment instead.
+    Rules that depend on an unknown flag are named in a comment instead.
 
     Example: vtune doctor export alerts --flags "vllm serve m --max-num-seqs 64" > vtune-rules.yml
     """

@@ -75,12 +75,16 @@ def run_playbook(
         ),
     ] = None,
     limit: Annotated[
-        str | None, typer.Option(help="Begin no experiment after this time, e.g. 9m; --out goes on later.")
+        str | None,
+        typer.Option(help="Begin no experiment after this time, e.g. 9m; with --out, a later call goes on."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for one JSON an experiment; what is there is not run again.")
+        Path | None,
+        typer.Option(
+            help="Folder for one JSON file per experiment; experiments found there are not run again."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides prompts and arrivals.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of prompts and arrivals.")] = 0,
     fail_on_inconclusive: Annotated[
         bool, typer.Option("--fail-on-inconclusive", help="Exit with 4 if an experiment shows nothing.")
     ] = False,

@@ -48,7 +48,9 @@ def verify_command(
     model: Annotated[str, typer.Option(help="Of a simulated target: config.json or checkpoint.")] = "bundled",
     pairs: Annotated[int, typer.Option(min=2, help="Pairs of runs, in the order AB BA AB …")] = 4,
     slo: Annotated[str | None, typer.Option(help="Your objectives: itl_p99<50ms,ttft_p95<300ms.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first pair; each has its own.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Random seed of the first pair; each pair has its own.")
+    ] = 0,
     fail_on_inconclusive: Annotated[
         bool, typer.Option("--fail-on-inconclusive", help="Exit with 4 if nothing is shown.")
     ] = False,

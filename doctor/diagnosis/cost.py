@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from loadgen.measure.rounding import significant
 from servers.expression import Expression, Lookup
 from servers.reading import Number
 
@@ -40,14 +41,16 @@ class Toll:
     def words(self) -> str | None:
         """For people; None where it is next to nothing."""
         if self.tokens is not None and self.tokens >= 0.5:
-            return f"loses about {self.tokens:.0f} output tokens a second"
+            return f"Impact: about {self.tokens:,.0f} output tokens per second lost"
         if self.delay is None or self.delay < NEGLIGIBLE:
             return None
         if self.misplaced:
-            return f"at least {self.delay:.2g} requests on the wrong instance at any time"
-        held = f"{self.delay:.2g} request{'' if 0.95 <= self.delay < 1.05 else 's'} held up at any time"
-        each = self.per_request
-        return f"costs about {each:.2g} s a request ({held})" if each is not None else f"about {held}"
+            return f"Impact: at least {significant(self.delay, 2)} requests on the wrong instance on average"
+        plural = "" if 0.95 <= self.delay < 1.05 else "s"
+        requests = f"{significant(self.delay, 2)} request{plural} delayed on average"
+        if self.per_request is None:
+            return f"Impact: about {requests}"
+        return f"Impact: about {significant(self.per_request, 2)} s extra latency per request ({requests})"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from doctor.diagnosis.quantity import quantity
 from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Observation, Source
+from loadgen.measure.rounding import significant
 from servers.known_flags import Flag
 from servers.logs.log_facts import LogFacts
 from servers.reading import Number
@@ -36,6 +37,8 @@ _SIGNALS: Mapping[Kind, tuple[str, ...]] = {
 _LEAST: Mapping[str, float] = {"share": 0.05, "requests": 0.5, "count": 1.0, "1/s": 0.01, "s": 0.001}
 """Differences below these are none, however large the ratio."""
 _LEAST_RATIO = 0.1
+_NOT_FLAGS = {"kv_cache_tokens": "KV pool tokens", "num_gpu_blocks": "GPU blocks"}
+"""Facts of a server that it takes no flag for."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,11 @@ class Change:
         if min(self.before, self.after) <= 0:
             return text
         ratio = self.after / self.before
-        return f"{text} ({ratio:.2g} times)" if ratio > 10 else f"{text} ({(ratio - 1) * 100:+.0f} %)"
+        return (
+            f"{text} ({significant(ratio, 2)} times)"
+            if ratio > 10
+            else f"{text} ({(ratio - 1) * 100:+.0f} %)"
+        )
 
 
 @dataclass(frozen=True)
@@ -168,7 +175,7 @@ def _facts(engine: str, old: Patient, new: Patient) -> list[Change]:
     for name in sorted(old.flags.known.keys() & new.flags.known.keys()):
         before, after = old.flags.known[name], new.flags.known[name]
         if before.certain and after.certain and before.value != after.value:
-            option = f"--{name.replace('_', '-')}"
+            option = _NOT_FLAGS.get(name, f"--{name.replace('_', '-')}")
             changes.append(Change("server", option, engine, _value(before), _value(after)))
     restarts = new.readings["restarts"]
     if isinstance(restarts, Number) and restarts.point >= 1:
@@ -216,14 +223,14 @@ def _found(diagnosis: Diagnosis, alone: bool) -> list[tuple[str, str]]:
 
 def as_lines(difference: Difference, *, markdown: bool = False) -> str:
     """The report as text, or as Markdown."""
-    head = f"A: {difference.a.source} ({difference.a.window_s:.4g} s)   "
-    head += f"B: {difference.b.source} ({difference.b.window_s:.4g} s)"
+    head = f"A: {difference.a.source} ({significant(difference.a.window_s)} s)   "
+    head += f"B: {difference.b.source} ({significant(difference.b.window_s)} s)"
     lines = [head, ""]
     titles = {"server": "Server", "traffic": "Traffic", "cache": "Cache and speculation"}
     titles |= {"load": "Load", "latency": "Latency"}
     sections: dict[str, list[str]] = {
-        "Findings": [f"came: {_named(item)}" for item in difference.came]
-        + [f"went: {_named(item)}" for item in difference.went]
+        "Findings": [f"New finding: {_named(item)}" for item in difference.came]
+        + [f"No longer found: {_named(item)}" for item in difference.went]
     }
     for change in difference.changes:
         where = f"{change.engine}: " if change.engine else ""

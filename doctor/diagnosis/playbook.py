@@ -36,9 +36,9 @@ ASSUMPTIONS: Mapping[str, str] = {
 }
 """What only the user knows, by name."""
 
-_LOG = "a log says; pass --log FILE"
-_BASELINE = "only a comparison says; pass --baseline FILE"
-_BENCH = "a benchmark says; pass --bench FILE"
+_LOG = "needs the server's log (--log FILE)"
+_BASELINE = "needs a baseline recording (--baseline FILE)"
+_BENCH = "needs a benchmark's result (--bench FILE)"
 TOLD: Mapping[str, str] = {
     "startup_seconds": _LOG,
     "compile_seconds": _LOG,

@@ -11,6 +11,7 @@ from doctor.diagnosis.engine_view import Patient
 from doctor.diagnosis.finding import Prescription
 from doctor.diagnosis.playbook import Playbook, Remedy
 from doctor.diagnosis.verification_status import standing
+from loadgen.measure.rounding import significant
 from servers import flag_rules
 from servers.expression import Comparison, Lookup
 from servers.known_flags import SWITCHES, Flags
@@ -50,7 +51,7 @@ def _condition(remedy: Remedy, patient: Patient) -> str:
     for part in remedy.needs.parts:
         if part.judge(patient.lookup).value is None and isinstance(part, Comparison):
             limit = part.right.value(_points(patient.lookup))
-            shown = f"{limit.point:.4g}" if isinstance(limit, Number) else part.right.text
+            shown = significant(limit.point) if isinstance(limit, Number) else part.right.text
             words.append(f"{part.left.text} {part.operator} {shown}")
     return "only if " + " and ".join(words)
 

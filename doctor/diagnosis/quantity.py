@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from loadgen.measure.rounding import significant
+
 
 def quantity(value: float, unit: str) -> str:
     """A figure with its unit, to about four digits."""
@@ -11,12 +13,12 @@ def quantity(value: float, unit: str) -> str:
         return "infinite"
     match unit:
         case "s" if abs(value) < 1:
-            return f"{value * 1000:.4g} ms"
+            return f"{significant(value * 1000)} ms"
         case "s/token":
-            return f"{value * 1000:.4g} ms/token"
+            return f"{significant(value * 1000)} ms/token"
         case "share":
-            return f"{value * 100:.4g} %"
+            return f"{significant(value * 100)} %"
         case "ratio" | "count":
-            return f"{value:.4g}"
+            return f"{significant(value)}"
         case _:
-            return f"{value:.4g} {unit}"
+            return f"{significant(value)} {unit}"

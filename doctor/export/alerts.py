@@ -43,9 +43,11 @@ def alert_rules(books: Sequence[Playbook], compiler: RuleCompiler) -> AlertRules
     for book in (book for book in books if book.when.parts):
         compiled = compiler.rule(book.when)
         if compiled.query is None:
-            notes.append(f"not exported: {book.id}: {', '.join(compiled.unknown)}: not known here")
+            notes.append(
+                f"skipped {book.id}: needs {', '.join(compiled.unknown)}; pass --flags, --log or --assume"
+            )
         elif compiled.query is False:
-            notes.append(f"not exported: {book.id}: cannot hold with these flags and objectives")
+            notes.append(f"skipped {book.id}: cannot hold with these flags and objectives")
         else:
             if compiled.unknown:
                 notes.append(f"{book.id}: judged without what needs {', '.join(compiled.unknown)}")
@@ -124,7 +126,7 @@ def _absence(key: str, blinded: Sequence[str], compiler: RuleCompiler) -> dict[s
         "for": ABSENT_FOR,
         "labels": {"severity": "info", "metric": name},
         "annotations": {
-            "summary": f"{name} is gone: {len(blinded)} rule(s) cannot be judged",
+            "summary": f"{name} is missing: {len(blinded)} rule(s) cannot be judged",
             "description": f"Blind: {', '.join(blinded)}. Window {duration(compiler.promql.window_ms)}.",
         },
     }

@@ -17,13 +17,13 @@ _HEIGHT, _WIDTH = 8, 8
 _UNITS = {"s": "s", "share": "percentunit", "tokens/s": "short", "s/token": "s"}
 _PANELS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "Traffic": {
-        "Tokens a second": ("prompt_rate", "generation_rate"),
+        "Tokens per second": ("prompt_rate", "generation_rate"),
         "Requests in the window": ("first_tokens", "finished"),
         "Prompt length": ("prompt_tokens_p50", "prompt_tokens_mean"),
     },
     "Latency": {
-        "Time to first token": ("ttft_p50", "ttft_p95", "ttft_p99"),
-        "Between tokens": ("itl_p50", "itl_p90", "itl_p99"),
+        "TTFT (time to first token)": ("ttft_p50", "ttft_p95", "ttft_p99"),
+        "ITL (inter-token latency)": ("itl_p50", "itl_p90", "itl_p99"),
         "Where the time goes": ("queue_time_mean", "prefill_time_mean", "decode_time_mean"),
     },
     "Queue and batch": {
@@ -38,8 +38,8 @@ _PANELS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "Speculation": {
         "Acceptance": ("acceptance",),
-        "Time a token": ("tpot_p50", "tpot_mean"),
-        "Tokens a draft": ("tokens_drafted_per_draft",),
+        "TPOT (time per output token)": ("tpot_p50", "tpot_mean"),
+        "Tokens per draft": ("tokens_drafted_per_draft",),
     },
 }
 _OBJECTIVES = {"ttft_p95": "slo_ttft_p95", "itl_p99": "slo_itl_p99"}
@@ -130,7 +130,7 @@ def _findings(books: Sequence[Playbook], compiler: RuleCompiler) -> dict[str, An
     }
     return {
         "type": "state-timeline",
-        "title": "Rules that hold on any of the instances",
+        "title": "Rules that hold on any instance",
         "description": "The rules of vtune doctor; see vtune playbook show ID.",
         "datasource": _REFERENCE,
         "fieldConfig": {"defaults": {"mappings": [colours]}, "overrides": []},

@@ -261,8 +261,8 @@ SIGNALS: dict[str, Signal] = {
         _signal("itl_p50", "s", "median inter-token latency (per step output)", Quantile(0.5, "itl")),
         _signal("itl_p90", "s", "P90 inter-token latency", Quantile(0.9, "itl")),
         _signal("itl_p99", "s", "P99 inter-token latency", Quantile(0.99, "itl")),
-        # Without the histogram: by Little's law, running requests over tokens a second. It counts a request's
-        # prefill as a part of its tokens.
+        # Without the histogram: by Little's law, running requests over tokens per second. It counts a
+        # request's prefill as a part of its tokens.
         _signal(
             "itl_mean",
             "s",
@@ -280,12 +280,12 @@ SIGNALS: dict[str, Signal] = {
         _signal("tpot_mean", "s", "mean time per output token of a request", Mean("tpot")),
         _signal("e2e_mean", "s", "mean end-to-end latency", Mean("e2e")),
         _signal("queue_time_mean", "s", "mean wait before the first scheduling", Mean("queue_time")),
-        # By Little's law the seconds of waiting a second are the requests that wait: what gauges miss
+        # By Little's law the seconds of waiting per second are the requests that wait: what gauges miss
         # between two scrapes is in here, though only once a request has finished.
         _signal(
             "queueing_mean",
             "requests",
-            "requests that wait at once (queue seconds a second)",
+            "requests that wait at once (queue seconds per second)",
             HistogramSum("queue_time", "rate"),
         ),
         _signal(
@@ -304,12 +304,12 @@ SIGNALS: dict[str, Signal] = {
         _signal(
             "prefilling_mean",
             "requests",
-            "requests in prefill at once (prefill seconds a second)",
+            "requests in prefill at once (prefill seconds per second)",
             HistogramSum("prefill_time", "rate"),
         ),
         # Traffic
         _signal("first_tokens", "count", "requests that got a first token", Count("ttft")),
-        _signal("request_rate", "1/s", "first tokens a second", Count("ttft", "rate")),
+        _signal("request_rate", "1/s", "first tokens per second", Count("ttft", "rate")),
         _signal(
             "output_tokens_mean",
             "tokens",
@@ -322,9 +322,9 @@ SIGNALS: dict[str, Signal] = {
         _signal("ttft_early_mean", "s", "mean TTFT, first half of the window", Half(Mean("ttft"), "first")),
         _signal("ttft_late_mean", "s", "mean TTFT, second half of the window", Half(Mean("ttft"), "second")),
         _signal("generated", "tokens", "output tokens", OverTime("generation_tokens", "increase")),
-        _signal("prompt_rate", "tokens/s", "prompt tokens a second", OverTime("prompt_tokens", "rate")),
+        _signal("prompt_rate", "tokens/s", "prompt tokens per second", OverTime("prompt_tokens", "rate")),
         _signal(
-            "generation_rate", "tokens/s", "output tokens a second", OverTime("generation_tokens", "rate")
+            "generation_rate", "tokens/s", "output tokens per second", OverTime("generation_tokens", "rate")
         ),
         _signal("restarts", "count", "counter resets", OverTime("generation_tokens", "resets")),
         _signal("prompt_tokens_p50", "tokens", "median prompt length", Quantile(0.5, "prompt_length")),
@@ -402,13 +402,13 @@ SIGNALS: dict[str, Signal] = {
         _signal(
             "accept_length",
             "tokens",
-            "tokens a step, accepted ones and one more",
+            "tokens per step: accepted drafts and one more",
             OverTime("accept_length", "avg"),
         ),
         _signal(
             "tokens_drafted_per_draft",
             "tokens",
-            "tokens a draft proposes",
+            "tokens per draft",
             Ratio(OverTime("draft_tokens", "increase"), OverTime("drafts", "increase")),
         ),
     )

@@ -40,12 +40,12 @@ def as_markdown(diagnosis: Diagnosis, *, queries: bool = True) -> str:
 
 def _finding(alike: Sequence[Finding]) -> dict[str, Any]:
     """What the template shows of findings of one id and cause."""
-    first, cost = alike[0], cost_words(alike)
+    first = alike[0]
     return {
         "first": first,
         "instances": [finding.instance for finding in alike[:_SHOWN]],
         "more": len(alike) > _SHOWN,
-        "cost": cost and cost[0].upper() + cost[1:],
+        "cost": cost_words(alike),
         "evidence": [
             (
                 item.signal,

@@ -8,9 +8,17 @@ from doctor.diagnosis.cost import total
 from doctor.diagnosis.finding import NOT_JUDGED, CannotTell, Diagnosis, Evidence, Finding, Prescription
 from doctor.diagnosis.fleet import Fleet
 from doctor.diagnosis.quantity import quantity
+from loadgen.measure.rounding import significant
 from loadgen.output.escape import printable
 from servers.reading import Missing
 
+_STATUS_WORDS = {
+    "verified": "verified in our lab",
+    "verified in simulation": "verified in simulation",
+    "refuted": "refuted in our lab",
+    "not verified": "not verified",
+}
+"""Each verification status as a reader sees it."""
 _MARK = {"critical": "CRITICAL", "warning": "WARNING", "info": "INFO"}
 
 
@@ -33,7 +41,7 @@ def _header(diagnosis: Diagnosis) -> list[str]:
     engines = diagnosis.engines
     return [
         f"{diagnosis.source}: {server}, {len(engines)} engine{'s' if len(engines) != 1 else ''}, "
-        f"window {diagnosis.window_s:.4g} s",
+        f"window {significant(diagnosis.window_s)} s",
         f"Objectives: {diagnosis.slo.describe()}",
     ]
 
@@ -78,7 +86,7 @@ def finding_lines(number: int, alike: Sequence[Finding], queries: bool) -> list[
         lines += [f"   {line}" for item in first.prescriptions for line in prescription_lines(item)]
         if first.expect:
             expected = "; ".join(f"{name}: {change}" for name, change in first.expect.items())
-            lines.append(f"   expect: {expected} (not verified on this server)")
+            lines.append(f"   expect: {expected}")
     return lines
 
 
@@ -91,14 +99,14 @@ def _evidence(item: Evidence, queries: bool) -> list[str]:
 def prescription_lines(item: Prescription) -> list[str]:
     """One remedy: the flags or the advice, then why and with what reservations."""
     if not item.changes:
-        return [f"do: {item.text}   [{item.standing}]"]
+        return [f"do: {item.text}   [{_STATUS_WORDS[item.standing]}]"]
     was = ", ".join(f"{name} was {_plain(value)}" for name, value in item.was.items() if value is not None)
-    lines = [f"try: {item.args}" + (f"   ({was})" if was else "") + f"   [{item.standing}]"]
+    lines = [f"try: {item.args}" + (f"   ({was})" if was else "") + f"   [{_STATUS_WORDS[item.standing]}]"]
     if item.text:
         lines.append(f"     {item.text}")
     if item.uncertain:
         origins = ", ".join(f"{name} is {origin}" for name, origin in item.uncertain.items())
-        lines.append(f"     computed with flags nobody stated: {origins}")
+        lines.append(f"     computed with flags that were not given: {origins}")
     return lines
 
 

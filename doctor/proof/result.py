@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from doctor.diagnosis.expectation import Outcome
 from loadgen.measure.estimator import Estimate
+from loadgen.measure.rounding import significant
 
 SCHEMA = "vtune.proof/1"
 Verdict = Literal["verified", "refuted", "inconclusive", "not reproduced"]
@@ -177,7 +178,7 @@ def quantity(figure: str, value: float) -> str:
         return "n/a"
     seconds = name in SIGNALS and SIGNALS[name].unit == "s"
     client = name.split("_")[0] in ("ttft", "itl", "tpot", "e2e", "max") and not name.endswith("_slo")
-    return f"{1e3 * value:.4g} ms" if seconds or client else f"{value:.4g}"
+    return f"{significant(1e3 * value)} ms" if seconds or client else significant(value)
 
 
 def finite(value: Any) -> Any:

@@ -72,7 +72,9 @@ def compare(
     max_model_len: Annotated[
         int | None, typer.Option(min=1, help="Context of the workload. Default: as server A says.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first pair; each has its own.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Random seed of the first pair; each pair has its own.")
+    ] = 0,
     api_key: Annotated[str | None, typer.Option(envvar="VTUNE_API_KEY", help="Sent as bearer token.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the comparison in every format, and every run's records.")

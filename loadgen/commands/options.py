@@ -106,7 +106,7 @@ class Recorded:
     trace_window: Annotated[
         Any, typer.Option(parser=span, metavar="FROM,TO", help="The part of the trace to replay: 0s,10m.")
     ] = None
-    rate_scale: Annotated[float, _number("Replay this many times as fast.")] = 1.0
+    rate_scale: Annotated[float, _number("Speed-up of the replayed arrivals.")] = 1.0
     length_scale: Annotated[float, _number("Factor on recorded prompts and outputs.")] = 1.0
     dequantize: Annotated[
         Dequantize, _option("Spread arrivals that a trace rounded to a tick (Mooncake: 3 s).")
@@ -133,7 +133,7 @@ class Recorded:
 class Load(Recorded):
     """What is sent, as asked for. Times in seconds."""
 
-    rate: Annotated[float | None, _number("Open loop: requests a second.")] = None
+    rate: Annotated[float | None, _number("Open loop: requests per second.")] = None
     concurrency: Annotated[
         int | None, _option("Closed loop: requests in flight; with --rate, a cap on them.", min=1)
     ] = None
@@ -155,7 +155,9 @@ class Load(Recorded):
     ] = None
     priorities: Annotated[
         bool,
-        typer.Option("--priorities", help="Send the classes' priorities (needs priority scheduling)."),
+        typer.Option(
+            "--priorities", help="Send each class's priority (the server needs --scheduling-policy priority)."
+        ),
     ] = False
     trace: Annotated[
         Path | None,
@@ -194,7 +196,7 @@ class Load(Recorded):
             return
         if self.rate is None:
             if self.concurrency is None:
-                raise OptionError("give --rate (requests a second) or --concurrency (requests in flight)")
+                raise OptionError("give --rate (requests per second) or --concurrency (requests in flight)")
             if self.arrival is not ArrivalKind.POISSON:
                 raise OptionError(
                     "--arrival and --burstiness need --rate: a closed loop has no arrival process"

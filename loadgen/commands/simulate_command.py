@@ -52,12 +52,14 @@ def simulate(
         str, typer.Option(help="The server's command or flags, e.g. 'vllm serve M --max-num-seqs 64'.")
     ] = "",
     replicas: Annotated[int, typer.Option(min=1, max=1024, help="Servers behind a router.")] = 1,
-    routing: Annotated[Routing, typer.Option(help="Who gets a request.")] = Routing.LEAST_LOADED,
+    routing: Annotated[Routing, typer.Option(help="Which replica gets a request.")] = Routing.LEAST_LOADED,
     acceptance: Annotated[
         float | None,
         typer.Option(min=0.0, max=1.0, help="Chance that a draft is accepted if those before it were. [0.6]"),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Decides arrivals, classes, lengths and prompts.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Random seed of arrivals, classes, lengths and prompts.")
+    ] = 0,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for records.json, report.md/.html, and replica-N.json of a fleet."),

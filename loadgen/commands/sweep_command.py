@@ -54,14 +54,14 @@ def sweep(
         typer.Option(help="Find the highest level that meets these bounds, e.g. itl_p99<50ms,ttft_p95<1s."),
     ] = None,
     at: Annotated[
-        Any, typer.Option(parser=levels, metavar="N,N,…", help="Measure exactly these levels.")
+        Any, typer.Option(parser=levels, metavar="N,N,…", help="Measure exactly these levels, e.g. 1,2,4,8.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each level of --at.")] = 2,
-    max_runs: Annotated[int, typer.Option(min=1, help="Most runs of a level before it stays undecided.")] = 5,
+    max_runs: Annotated[int, typer.Option(min=1, help="Maximum number of runs per level.")] = 5,
     tolerance: Annotated[
         float, typer.Option(min=0.001, max=1.0, help="How close to find the highest level, relative.")
     ] = 0.1,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first run; each has its own.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the first run; each run has its own.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for sweep.json and every run's records.")] = None,
     format: Annotated[Format, typer.Option(help="What is printed.")] = Format.TEXT,
 ) -> None:

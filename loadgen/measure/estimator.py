@@ -19,6 +19,7 @@ import numpy as np
 from scipy.special import stdtr, stdtrit
 
 from loadgen.measure.record import Records
+from loadgen.measure.rounding import significant
 from loadgen.measure.stats import COUNTS, RATES, Summary
 
 Verdict = Literal["pass", "regress", "improve", "inconclusive", "invalid"]
@@ -59,7 +60,7 @@ class Estimate:
         """``-66 % [-72, -58]``, ``12.3 times [1000, 1400]``; both values where there is no ratio."""
         if not self.has_ratio:
             missing = math.isnan(self.a) and math.isnan(self.b)
-            return "n/a" if missing else f"{self.a:.3g} -> {self.b:.3g}"
+            return "n/a" if missing else f"{significant(self.a, 3)} -> {significant(self.b, 3)}"
         low, high = (f"{100 * (edge - 1):+.0f}" if edge < 100 else "∞" for edge in (self.low, self.high))
         size = f"{100 * (self.ratio - 1):+.0f} %" if self.ratio < 10 else f"{self.ratio:.1f} times"
         return f"{size} [{low}, {high}]"

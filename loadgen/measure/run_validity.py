@@ -9,6 +9,7 @@ import numpy as np
 from loadgen.measure.backlog import backlog
 from loadgen.measure.distribution import Distribution, min_samples, rank_test
 from loadgen.measure.record import Failure, Records
+from loadgen.measure.rounding import significant
 from loadgen.measure.stats import Summary
 from loadgen.measure.window import in_flight
 
@@ -77,10 +78,8 @@ def _saturation(records: Records, summary: Summary) -> list[str]:
     found = []
     grown = backlog(records)
     if grown > 0:
-        found.append(
-            f"{grown:.0f} requests piled up: {summary.value('offered_rate'):.3g} req/s were offered, "
-            f"{summary.value('request_rate'):.3g} served"
-        )
+        offered, served = (significant(summary.value(name), 3) for name in ("offered_rate", "request_rate"))
+        found.append(f"{grown:.0f} requests piled up: {offered} req/s were offered, {served} served")
     left = sum(r.failure is Failure.UNFINISHED for r in records.requests)
     if left:
         found.append(f"{left} requests were unfinished when the time for the drain was over")
@@ -116,7 +115,8 @@ def _ttft_drift(records: Records) -> str:
     first, second = (float(np.median(half)) for half in halves)
     if not _differ(first, second) or rank_test(*halves) >= 0.001:
         return ""
-    return f"TTFT drifted: median {first:.3g} s in the first half, {second:.3g} s in the second"
+    words = f"median {significant(first, 3)} s in the first half, {significant(second, 3)} s in the second"
+    return f"TTFT drifted: {words}"
 
 
 def _differ(a: float, b: float) -> bool:
@@ -141,7 +141,7 @@ def _notes(records: Records, summary: Summary) -> tuple[str, ...]:
     if failed:
         notes.append("failed: " + ", ".join(f"{count} {kind}" for kind, count in failed.items()))
     if any(r.ok and r.completion_tokens is None for r in records.requests):
-        notes.append("the server sent no usage: a chunk is taken for a token")
+        notes.append("the server sent no usage: each chunk counts as one token")
     if records.warmup_failures:
         notes.append(f"{len(records.warmup_failures)} warm-up requests failed: {records.warmup_failures[0]}")
     if records.partial:

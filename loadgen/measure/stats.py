@@ -28,9 +28,9 @@ class FigureError(UserError):
 
 DEFINITIONS: Mapping[str, str] = {
     "ttft": "first token - intended time (the time at which the schedule wanted the request sent)",
-    "tpot": "(last token - first token) / (output tokens - tokens in the first chunk), a request",
+    "tpot": "(last token - first token) / (output tokens - tokens in the first chunk), per request",
     "itl": "inter-token latency, token-weighted: a gap that delivers n tokens counts as n samples of gap/n",
-    "inter_chunk": "gap between two chunks that carry tokens, one sample a gap (what vLLM calls ITL)",
+    "inter_chunk": "gap between two chunks that carry tokens, one sample per gap (what vLLM calls ITL)",
     "max_stall": "longest gap inside a request",
     "e2e": "last byte - intended time",
     "service_ttft": "first token - the moment the request was written",
@@ -38,7 +38,7 @@ DEFINITIONS: Mapping[str, str] = {
     "lateness": "the moment the request was written - intended time",
     "queue": "part of TTFT: from the engine's queue to its first step on the request, told by the server",
     "prefill": "part of TTFT: from that step to the first token, told by the server",
-    "elsewhere": "the rest of the service TTFT: network, HTTP, tokenising, and the way back",
+    "elsewhere": "the rest of the service TTFT: network, HTTP, tokenising, and sending the answer",
     "throughput": "output tokens that arrived in the measured window / window, counted by the server's usage",
     "request_rate": "requests that succeeded and ended in the window / window",
     "offered_rate": "requests intended in the window / window",

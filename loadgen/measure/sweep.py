@@ -134,7 +134,7 @@ class Sweep:
         told: Callable[[float, int], None] = lambda level, run: None,
     ) -> None:
         if max_runs < 1:
-            raise SweepError(f"{max_runs} runs a level: it must be at least 1")
+            raise SweepError(f"{max_runs} runs per level: it must be at least 1")
         self._measure, self._bounds, self._over = measure, tuple(bounds), over
         self._seed, self._max_runs, self._confidence = seed, max_runs, confidence
         self._stop, self._told = stop, told
@@ -240,7 +240,7 @@ class Sweep:
             raise SweepError(f"{bound.name}: {error}") from None
         if math.isnan(figure):
             raise SweepError(
-                f"{bound.name} cannot be told from {summary.count(bound.metric, bound.cls)} samples a run; "
+                f"{bound.name} cannot be told from {summary.count(bound.metric, bound.cls)} samples per run; "
                 "make the runs longer (--duration, --num-requests) or bound a lower percentile"
             )
         return figure

@@ -25,8 +25,8 @@ SERVICE = ("service_ttft", "service_e2e", "lateness")
 NAMES = {
     "ttft": "TTFT",
     "tpot": "TPOT",
-    "itl": "ITL (a token)",
-    "inter_chunk": "ITL (a chunk)",
+    "itl": "ITL per token",
+    "inter_chunk": "ITL per chunk",
     "max_stall": "max stall",
     "e2e": "E2E",
     "service_ttft": "service TTFT",
@@ -52,7 +52,7 @@ def duration(seconds: float, count: int | None = None) -> str:
 
 
 def _three(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+    return f"{value:,.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
 
 
 def number(value: float) -> str:
@@ -99,7 +99,7 @@ def part_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
 def rate_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
     """(class, measured, completed, failed, output tok/s, req/s, offered req/s, goodput req/s), as text."""
     for cls in groups(summary):
-        counts = (f"{summary.value(name, cls):.0f}" for name in ("measured", "completed", "failed"))
+        counts = (f"{summary.value(name, cls):,.0f}" for name in ("measured", "completed", "failed"))
         rates = (
             number(summary.value(name, cls))
             for name in ("throughput", "request_rate", "offered_rate", "goodput")
@@ -109,7 +109,7 @@ def rate_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
 
 RATE_HEADS = ("class", "measured", "completed", "failed", "output tok/s", "req/s", "offered", "goodput")
 PART_HEADS = ("class", "TTFT went", "share", "mean", "p50", "p90", "p95", "p99")
-LATENCY_HEADS = ("class", "", "mean", "p50", "p90", "p95", "p99", "95 % of p50", "95 % of p99")
+LATENCY_HEADS = ("class", "", "mean", "p50", "p90", "p95", "p99", "p50 95% CI", "p99 95% CI")
 
 
 def facts(records: Records) -> list[tuple[str, str]]:
@@ -149,7 +149,7 @@ def text(records: Records) -> RenderableType:
 
 _FOOTNOTE = (
     "Failures count as ∞ in percentiles; means are over what completed. n/a: too few samples for that "
-    "percentile. An SLO on ITL means the one a token."
+    "percentile. SLOs on `itl` use the per-token definition."
 )
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from loadgen.plan.arrivals import Arrival
 from loadgen.plan.workload import PlannedRequest, Schedule, WorkloadError, mode_of, schedule_hash, warm
 
-CHARS_A_TOKEN = 4
+CHARS_PER_TOKEN = 4
 """English text, most tokenisers. Only to guess how long a recorded answer was."""
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _DEFAULT_OUTPUT = 128
@@ -103,7 +103,10 @@ class Dataset:
             sha256=schedule_hash(requests, mode, cap, duration),
             description=f"{self.name}: {len(times)} conversations, {len(requests)} requests"
             + (f", think time {think:g} s" if think else "")
-            + (f", answers guessed at {CHARS_A_TOKEN} characters a token" * (self.guessed and not output_len))
+            + (
+                f", answers guessed at {CHARS_PER_TOKEN} characters per token"
+                * (self.guessed and not output_len)
+            )
             + f"; {arrival.description}; seed {seed}",
             seed=seed,
         )
@@ -150,7 +153,7 @@ def _items(path: Path, text: str) -> Iterator[tuple[str, Any]]:
             yield f"{path}, line {number}", json.loads(line)
         except (json.JSONDecodeError, RecursionError) as error:
             at = f", column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-            raise DatasetError(f"{path}, line {number}{at}: no JSON; write an object a line") from None
+            raise DatasetError(f"{path}, line {number}{at}: no JSON; write one object per line") from None
 
 
 class _Reader:
@@ -193,7 +196,7 @@ class _Reader:
         if not isinstance(answer, str) or not answer:
             return _DEFAULT_OUTPUT
         self.guessed = True
-        return math.ceil(len(answer) / CHARS_A_TOKEN)
+        return math.ceil(len(answer) / CHARS_PER_TOKEN)
 
 
 def _messages(where: str, value: Any, role_key: str, text_key: str) -> list[tuple[str, str]]:

@@ -27,7 +27,7 @@ from servers.files import write_atomically
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 BLOCK_TOKENS = 16
-CHARS_A_TOKEN = 4
+CHARS_PER_TOKEN = 4
 """Where a prompt is text: the characters that stand for a token, until answers with usage say better. Blocks
 of text are always of this many times BLOCK_TOKENS, so that they are the same for everybody."""
 
@@ -45,7 +45,7 @@ class Prefixes:
         )
 
     def of_text(self, text: str) -> list[int]:
-        size = BLOCK_TOKENS * CHARS_A_TOKEN
+        size = BLOCK_TOKENS * CHARS_PER_TOKEN
         return self._of([text[i : i + size].encode("utf-8", "surrogatepass") for i in _starts(text, size)])
 
     def _of(self, blocks: Sequence[bytes]) -> list[int]:
@@ -171,7 +171,7 @@ class Recorder:
             return len(prompt)
         self.tally.estimated += 1
         ratios = self.tally.ratios
-        return max(1, round(len(prompt) / (sum(ratios) / len(ratios) if ratios else CHARS_A_TOKEN)))
+        return max(1, round(len(prompt) / (sum(ratios) / len(ratios) if ratios else CHARS_PER_TOKEN)))
 
 
 def _object(data: bytes) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
 
-from loadgen.plan.datasets import CHARS_A_TOKEN
+from loadgen.plan.datasets import CHARS_PER_TOKEN
 from loadgen.plan.workload import PlannedRequest, Schedule
 
 Policy = Literal["random", "least-loaded", "prefix-aware", "length-pooled"]
@@ -107,11 +107,11 @@ class LengthPooledRoute(Route):
 
 
 def tokens_of(planned: PlannedRequest) -> Sequence[int]:
-    """The prompt's token ids; of a text, one for every CHARS_A_TOKEN characters, equal where these are."""
+    """The prompt's token ids; of a text, one for every CHARS_PER_TOKEN characters, equal where these are."""
     if planned.prompt_token_ids is not None:
         return planned.prompt_token_ids
     text = planned.prompt or "".join(f"{role}: {content}\n" for role, content in planned.messages or ())
-    pieces = (text[at : at + CHARS_A_TOKEN] for at in range(0, len(text), CHARS_A_TOKEN))
+    pieces = (text[at : at + CHARS_PER_TOKEN] for at in range(0, len(text), CHARS_PER_TOKEN))
     return [zlib.crc32(piece.encode("utf-8", "surrogatepass")) for piece in pieces]
 
 

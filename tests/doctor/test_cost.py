@@ -35,13 +35,13 @@ def test_requests_held_up_are_seconds_of_each() -> None:
     toll = cost("waiting_mean", VALUES)
     assert toll is not None
     assert (toll.delay, toll.per_request) == (9.0, 3.0)
-    assert toll.words() == "costs about 3 s a request (9 requests held up at any time)"
+    assert toll.words() == "Impact: about 3 s extra latency per request (9 requests delayed on average)"
 
 
 def test_lost_tokens_hold_up_the_streams_that_would_have_had_them() -> None:
     toll = cost("40", VALUES, "tokens")
     assert toll == Toll(delay=2.0, rate=3.0, tokens=40.0)
-    assert toll.words() == "loses about 40 output tokens a second"
+    assert toll.words() == "Impact: about 40 output tokens per second lost"
     slower = {name: value for name, value in VALUES.items() if name != "tpot_mean"}
     assert cost("40", slower, "tokens") == Toll(delay=8.0, rate=3.0, tokens=40.0)
     assert cost("40", {}, "tokens") == Toll(delay=None, rate=None, tokens=40.0)
@@ -52,7 +52,7 @@ def test_lost_tokens_hold_up_the_streams_that_would_have_had_them() -> None:
     [
         ("waiting_mean - 20", None),
         ("0.005 * waiting_mean", None),
-        ("waiting_mean / 9", "costs about 0.33 s a request (1 request held up at any time)"),
+        ("waiting_mean / 9", "Impact: about 0.33 s extra latency per request (1 request delayed on average)"),
         ("waiting_max", None),
         ("1 / (waiting_mean - 9)", None),
     ],
@@ -64,7 +64,7 @@ def test_what_is_said_of_little_or_nothing(text: str, words: str | None) -> None
 
 
 def test_without_a_rate_only_the_requests_are_counted() -> None:
-    assert Toll(9.0).words() == "about 9 requests held up at any time"
+    assert Toll(9.0).words() == "Impact: about 9 requests delayed on average"
 
 
 def test_a_fleet_pays_for_all_its_engines() -> None:
@@ -109,7 +109,7 @@ def test_causes_come_before_consequences_whatever_these_cost() -> None:
 
 def test_the_report_says_what_it_costs_in_plain_words() -> None:
     text = as_text(diagnose(Scrapes(CAPPED.scrapes()), {"max_num_seqs": 2}))
-    assert "costs about 3.6 s a request (9 requests held up at any time)" in text
+    assert "Impact: about 3.6 s extra latency per request (9 requests delayed on average)" in text
 
 
 def test_one_finding_on_many_engines_outranks_a_costlier_one_on_a_single_engine() -> None:

@@ -197,8 +197,8 @@ def test_every_prescription_says_whether_it_was_verified(proofs: list[Mapping[st
     after = diagnose(sick, {"max_num_seqs": 4})
     (prescription,) = after.to_json()["findings"][0]["prescriptions"]
     assert (prescription["standing"], prescription["verified"]) == ("verified", True)
-    assert "--max-num-seqs 16   (max_num_seqs was 4)   [verified]" in as_text(after)
-    assert "[verified]" in as_markdown(after)
+    assert "--max-num-seqs 16   (max_num_seqs was 4)   [verified in our lab]" in as_text(after)
+    assert "[verified in our lab]" in as_markdown(after)
 
 
 def test_a_cure_that_was_reworded_is_not_verified(proofs: list[Mapping[str, Any]]) -> None:

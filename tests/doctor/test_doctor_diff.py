@@ -48,17 +48,17 @@ def test_changes_are_ranked_causes_before_effects() -> None:
     found = compared(BASE, LONGER, {"max_num_seqs": 2})
     names = [change.name for change in found.changes]
     assert names[0] == "model"
-    assert "--num-gpu-blocks" in names
+    assert "GPU blocks" in names
     order = [
         names.index(name) for name in ("prompt_tokens_mean", "prefix_hit_rate", "waiting_mean", "ttft_p50")
     ]
     assert order == sorted(order)
     assert found.came[0][0] == "seq-cap"
     text = as_lines(found)
-    assert "came: seq-cap" in text
+    assert "New finding: seq-cap" in text
     assert "prompt_tokens_mean: 200 tokens -> 900 tokens (+350 %)" in text
     assert "prefix_hit_rate: 0 % -> 60 %" in text
-    assert "went: seq-cap" in as_lines(compared(LONGER, BASE, {"max_num_seqs": 2}))
+    assert "No longer found: seq-cap" in as_lines(compared(LONGER, BASE, {"max_num_seqs": 2}))
 
 
 def test_an_engine_that_is_gone_is_told() -> None:

@@ -68,8 +68,8 @@ def test_promtool_takes_the_rules(arguments: list[str], tmp_path: Path) -> None:
 
 def test_a_rule_on_a_flag_nobody_stated_is_named_and_left_out() -> None:
     blind = run("alerts").stdout
-    assert "# not exported: seq-cap: max_num_seqs: not known here" in blind
-    assert "# not exported: prefix-misses: shared_prefix" in blind
+    assert "# skipped seq-cap: needs max_num_seqs; pass --flags" in blind
+    assert "# skipped prefix-misses: needs shared_prefix" in blind
     told = alerts(run("alerts", "--flags", "vllm serve m --max-num-seqs 64").stdout)
     assert "> 50.7)" in told["seq-cap"]["expr"]
     assert told["kv-idle"]["annotations"]["explained_by"] == "host-bound, overload, prefill-slow, seq-cap"
@@ -199,11 +199,11 @@ def test_a_dashboard_leaves_out_what_the_server_lacks() -> None:
     lacking = dashboard(load_all(), compiler(Scrapes(Server().scrapes()), {}))
     full = dashboard(load_all(), compiler(None, {}))
     titles = [{panel["title"] for panel in board["panels"]} for board in (lacking, full)]
-    assert titles[1] - titles[0] == {"Acceptance", "Tokens a draft"}
+    assert titles[1] - titles[0] == {"Acceptance", "Tokens per draft"}
 
 
 def test_an_infinite_objective_never_alerts() -> None:
     made = compiler(None, {}, "ttft_p95<1s")
     assert made.constants["slo_itl_p99"] == math.inf
     text = alert_rules(load_all(), made).text()
-    assert "# not exported: itl-flat-high: cannot hold with these flags and objectives" in text
+    assert "# skipped itl-flat-high: cannot hold with these flags and objectives" in text

@@ -57,7 +57,9 @@ def test_markdown_has_figures_queries_and_cure(incident: str) -> None:
     assert "## 1. warning: Requests wait although the KV pool is free" in text
     assert "| waiting_share | 100 % |" in text
     assert "- try: --max-num-seqs 11" in text
-    assert re.search(r"Costs about [\d.]+ s a request \(9 requests held up at any time\)", text)
+    assert re.search(
+        r"Impact: about [\d.]+ s extra latency per request \(9 requests delayed on average\)", text
+    )
     assert "## Cannot tell" in text
     assert (
         "avg_over_time"

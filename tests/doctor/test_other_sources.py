@@ -133,7 +133,7 @@ def test_a_log_tells_a_slow_start() -> None:
     assert any("VLLM_CACHE_ROOT" in text for text in texts)
     quick = parse_log(LOG.replace("95.20", "5.20"))
     assert ids(diagnose(Scrapes(BASE.scrapes()), {}, log=quick)) == set()
-    assert "pass --log FILE" in unclear(diagnose(Scrapes(BASE.scrapes()), {}))["slow-start"]
+    assert "(--log FILE)" in unclear(diagnose(Scrapes(BASE.scrapes()), {}))["slow-start"]
 
 
 def against(now: Server, before: Server, flags: Mapping[str, Any], old: Mapping[str, Any]) -> Diagnosis:

@@ -76,7 +76,7 @@ def test_of_two_instances_both_are_named_each_for_what_it_is() -> None:
     text = as_text(diagnosis)
     assert f"1. WARNING replica-imbalance: {MORE}\n   on a:1\n" in text
     assert f"2. WARNING replica-imbalance: {FEWER}\n   on b:1\n" in text
-    assert "at least 5.5 requests on the wrong instance at any time" in text
+    assert "Impact: at least 5.5 requests on the wrong instance on average" in text
 
 
 @pytest.mark.parametrize("starved", [1, 30])

@@ -53,8 +53,8 @@ def test_a_run_prints_every_class_and_the_definitions(url: str, tmp_path: Path) 
         "rag",
         "background",
         "TTFT",
-        "ITL (a token)",
-        "ITL (a chunk)",
+        "ITL per token",
+        "ITL per chunk",
         "token-weighted",
         "verdict",
     ):

@@ -121,7 +121,7 @@ def test_concurrency_is_whole_and_one_is_the_least() -> None:
 
 
 def test_too_few_samples_and_unknown_classes_are_said_and_not_guessed() -> None:
-    with pytest.raises(SweepError, match=r"ttft_p99 cannot be told from 60 samples a run"):
+    with pytest.raises(SweepError, match=r"ttft_p99 cannot be told from 60 samples per run"):
         Sweep(server(steady), parse_bounds("ttft_p99<1s")).highest(1.0)
     with pytest.raises(SweepError, match=r"itl_p50\{class=vip\}: no class 'vip'"):
         Sweep(server(steady), parse_bounds("itl_p50{class=vip}<1s")).highest(1.0)

@@ -149,7 +149,7 @@ def test_notes_are_no_verdict() -> None:
     assert verdict == "ok"
     assert reasons == (
         "failed: 1 rate limited",
-        "the server sent no usage: a chunk is taken for a token",
+        "the server sent no usage: each chunk counts as one token",
         "1 warm-up requests failed: x: y",
         "the run was interrupted: figures are of what had been measured by then",
     )

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from loadgen.measure.record import Records
+from loadgen.measure.run_validity import VERDICT_WORDS
 from loadgen.measure.saved import SavedFileError
 from loadgen.measure.stats import DEFINITIONS, Distribution, Summary
 from loadgen.output.page import render, render_page
@@ -198,12 +200,14 @@ class Facts:
         if "speculative_config" in self.changes:
             found.append(CAVEAT_PROMPTS)
         confirmation = self.outcome.confirmation
-        verdicts = {r.measurement.verdict for r in self.results if r.measurement} - {"ok"}
+        verdicts = [r.measurement.verdict for r in self.results if r.measurement]
         if confirmation:
-            verdicts |= {confirmation.baseline.verdict, confirmation.candidate.verdict} - {"ok"}
+            verdicts += [confirmation.baseline.verdict, confirmation.candidate.verdict]
             found += confirmation.notes
-        if verdicts:
-            found.append(f"Some runs judged themselves: {', '.join(sorted(verdicts))} (see the trials)")
+        doubts = Counter(VERDICT_WORDS[verdict].lower() for verdict in verdicts if verdict != "ok")
+        if doubts:
+            words = ", ".join(f"{count} × {doubt}" for doubt, count in doubts.most_common())
+            found.append(f"Warning, of the measurements: {words} (see the trials)")
         return found
 
 
