@@ -41,6 +41,8 @@ class ConfigError(EngineUserError):
 Method = Literal["ngram", "suffix", "draft_model", "eagle"]
 METHODS: tuple[Method, ...] = get_args(Method)
 MODEL_METHODS = ("draft_model", "eagle")
+SchedulerName = Literal["unified", "static", "two-track"]
+SCHEDULERS: tuple[SchedulerName, ...] = get_args(SchedulerName)
 _METHODS_OF_KEY: dict[str, tuple[str, ...]] = {
     "model": MODEL_METHODS,
     "draft_sample_method": MODEL_METHODS,
@@ -282,7 +284,7 @@ class EngineConfig:
     """Plan a step while the one before it computes. vLLM's default is on where it can: here no core idles."""
     speculative_config: SpeculativeConfig | None = None
     structured_outputs_config: StructuredOutputsConfig | None = None
-    scheduler: Literal["unified", "static", "two-track"] = "unified"
+    scheduler: SchedulerName = "unified"
     """Whose policy it is: vLLM V1's, static batching, or V0's prefill and decode in turn. A flag of ours."""
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     """Of ``scheduler="two-track"``; as in vLLM V0, which also took "swap" by itself for beam search."""
@@ -486,10 +488,9 @@ class EngineConfig:
 
     def _validate_scheduler(self) -> None:
         """What the schedulers of the laboratory do not do."""
-        if self.scheduler not in ("unified", "static", "two-track"):
-            raise ConfigError(
-                "scheduler", self.scheduler, "must be unified, static or two-track", "choose one"
-            )
+        if self.scheduler not in SCHEDULERS:
+            rule = f"must be {', '.join(SCHEDULERS[:-1])} or {SCHEDULERS[-1]}"
+            raise ConfigError("scheduler", self.scheduler, rule, "choose one")
         if self.preemption_mode not in ("recompute", "swap"):
             raise ConfigError(
                 "preemption_mode", self.preemption_mode, "must be recompute or swap", "choose one"

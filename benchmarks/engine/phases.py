@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 
 from benchmarks.engine.baselines import Setting, add_options, make_setting
 from engine.baselines.occupancy import Occupancy
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulerName
 from engine.core import EngineCore
 from engine.request import SamplingParams
 from engine.sim.simulate import (
@@ -37,8 +37,7 @@ from engine.sim.simulate import (
 from engine.sim.step_times import StepTimes
 from engine.step import StepOutput, StepPlan
 
-Phase = Literal["static", "two-track", "unified"]
-PHASES = get_args(Phase)
+PHASES: tuple[SchedulerName, ...] = ("static", "two-track", "unified")
 PARTS = ("picture", "online", "offline", "memory")
 VOCABULARY = 49_000
 
@@ -123,7 +122,7 @@ def four_requests() -> None:
         picture(phase, lengths)
 
 
-def picture(phase: Phase, lengths: dict[str, int]) -> None:
+def picture(phase: SchedulerName, lengths: dict[str, int]) -> None:
     clock = VirtualClock()
     ends = {name: length + 1 for name, length in lengths.items()}  # the token that ends it takes a slot too
     size = ModelSize(weights_bytes=0, kv_bytes_per_token=1, max_model_len=64)
