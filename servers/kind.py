@@ -45,6 +45,8 @@ class ServerKind:
     """Ways to ask it for its flags, in order."""
     help_cached: bool = True
     """False: quick to ask, and its flags change without its program."""
+    version_path: str = "/version"
+    """Where it tells its version over HTTP; "": nowhere."""
     spelling: Spelling = field(default_factory=lambda: Spelling("vLLM"))
     flags: frozenset[str] | None = None
     """Those of vLLM's flags that it has; None: as ``spelling`` says."""

@@ -16,6 +16,7 @@ from loadgen.targets.process import ServerProcess
 from loadgen.targets.scraper import Scraper, scrape
 from servers.failures import classify
 from servers.flags.words import render
+from servers.kinds import KINDS
 
 if TYPE_CHECKING:
     from loadgen.measure.record import Records
@@ -27,8 +28,7 @@ _EXIT_SECONDS = 5.0
 _HEALTH_TIMEOUT, _TOLD_TIMEOUT = 2.0, 10.0
 """Of a question about health, which is asked again, and of one about the model, which a server that has just
 started may be slow to answer."""
-_VERSION_PATHS = ("/version", "/get_server_info")
-"""vLLM's and ours, then SGLang's."""
+_VERSION_PATHS = tuple(dict.fromkeys(kind.version_path for kind in KINDS.values() if kind.version_path))
 
 
 class OpenServer(OpenTarget):

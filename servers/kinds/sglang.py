@@ -147,6 +147,7 @@ SGLANG = ServerKind(
     start="python -m sglang.launch_server",
     positional_model=False,
     always=("--enable-metrics",),
+    version_path="/get_server_info",
     spelling=Spelling(
         "SGLang",
         NAMES,

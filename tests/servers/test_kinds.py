@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from engine.config import EngineConfig
-from servers.command import parse_command
+from servers.command import ServerCommand, parse_command
 from servers.failures import REASONS
 from servers.flags.defaults import USUAL, Platform
 from servers.kind import ServerKind
@@ -23,9 +23,12 @@ def test_the_bundled_engine_has_the_flags_that_are_said() -> None:
 
 @ALL
 def test_a_kind_is_recognised_by_its_command(kind: ServerKind) -> None:
-    words = f"VAR=1 taskset -c 0 {kind.command} M --port 80"
-    command = parse_command(words if kind.positional_model else words.replace(" M ", " --model-path M "))
-    assert (command.kind, command.model) == (kind, "M")
+    written = ServerCommand(
+        kind.command, "M", {"max_num_seqs": 2, "max_model_len": 99}, {"VAR": "1"}, ("taskset", "-c", "0")
+    )
+    command = parse_command(str(written))
+    assert command == written
+    assert command.kind is kind
     start = find_start(f"/opt/bin/{kind.program} {' '.join(kind.serve)} M".split())
     assert start is not None
     assert (start.kind, start.begin, start.end) == (kind, 0, 1 + len(kind.serve))

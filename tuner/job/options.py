@@ -11,6 +11,7 @@ import typer
 
 from loadgen.commands.options import Dequantize, Oversized, Recorded
 from servers.errors import OptionError
+from servers.kinds import KINDS
 
 MAX_SEED = (1 << 31) - 1
 """The sampler adds to it, and numpy takes 32 bits."""
@@ -104,7 +105,7 @@ class Options:
     target: Annotated[
         str | None,
         _option(
-            "bundled, vllm, sglang, or a command with {flags} (and {port}) in it; the URL of a server "
+            f"{', '.join(KINDS)}, or a command with {{flags}} (and {{port}}) in it; the URL of a server "
             "that runs, to measure and diagnose it as it is; simulated:h100 or another device. [bundled]"
         ),
     ] = None

@@ -20,7 +20,7 @@ def effective(flags: Config, server: str) -> dict[str, Any]:
     named = [knob for knob in own if knob.main or knob.name in HELD]
     defaults = {k.flag: None if k.flag == SPECULATION else default_of(k, server) for k in named}
     config: dict[str, Any] = {**defaults, **flags}
-    speculation = config[SPECULATION]
+    speculation = config.get(SPECULATION)
     if speculation and speculation.get("method") == "ngram":
         given = [speculation[key] for key in LOOKUPS if key in speculation]
         lookup = dict.fromkeys(LOOKUPS, given[0] if given else LOOKUP_DEFAULT)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from servers.flags.offered_flags import OfferedFlags
+from servers.kinds import KINDS
 from servers.memory_plan import MemoryPlan
 from tuner.space.knobs import KNOBS, default_of, knobs_of
 from tuner.space.space import (
@@ -35,7 +36,7 @@ def space(server: str = "bundled", flags: dict[str, object] | None = None, **wor
     return build_space(effective(flags or {}, server), 8192, around=around, **words)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("server", ["bundled", "vllm", "sglang"])
+@pytest.mark.parametrize("server", KINDS)
 def test_every_knob_can_be_varied_by_name(server: str) -> None:
     for knob in knobs_of(server):
         needed = {knob.needs: None} if knob.needs else {}
