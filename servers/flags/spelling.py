@@ -64,7 +64,8 @@ class Spelling:
                 if value == stands_for:
                     found[switch] = True
             else:
-                found[self.names.get(name, name)] = self.values.get(name, {}).get(value, value)
+                spelled = self.values.get(name)
+                found[self.names.get(name, name)] = spelled.get(value, value) if spelled else value
         return found
 
     def from_own(self, flags: Mapping[str, Any]) -> dict[str, Any]:
