@@ -22,6 +22,7 @@ from doctor.diagnosis.diagnose import diagnose
 from doctor.metrics.access import Access, AccessError, read_access
 from doctor.metrics.sources import MetricsUrl, PrometheusSource
 from servers.errors import SourceError
+from servers.kinds import LABELS
 from servers.metrics.exposition import record
 from vtune_cli import app
 
@@ -142,7 +143,7 @@ def test_a_metrics_page_behind_tls_and_a_token(certificate: tuple[Path, Path]) -
 def test_a_prometheus_is_asked_by_a_form_with_the_token(takes_post: bool) -> None:
     with guarded() as (url, handler):
         handler.takes_post = takes_post
-        with pytest.raises(SourceError, match="no vLLM or SGLang metric"):
+        with pytest.raises(SourceError, match=f"no {LABELS} metric"):
             diagnose(PrometheusSource(url, 'job="x"', access=Access(token=SECRET)), {}, window=60)
         assert handler.methods == ["POST" if takes_post else "GET"]
         if takes_post:

@@ -15,7 +15,7 @@ from doctor.metrics.log_source import LogSource
 from doctor.metrics.sources import Scrapes
 from servers import known_flags
 from servers.errors import SourceError
-from servers.kinds import KINDS, VLLM, find_family
+from servers.kinds import KINDS, LABELS, VLLM, find_family
 from servers.logs.log_facts import LogFacts
 from servers.server_log import parse_log, read_log
 
@@ -102,7 +102,7 @@ def test_real_logs_are_read(name: str) -> None:
 def test_a_log_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
     path.write_text("nothing of interest\n")
-    with pytest.raises(SourceError, match="no line of a vLLM or SGLang log"):
+    with pytest.raises(SourceError, match=f"no line of a {LABELS} log"):
         read_log(path)
     path.write_text("version 0.30.0\n")
     with pytest.raises(SourceError, match="fewer than two periodic load lines"):

@@ -21,6 +21,7 @@ from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from doctor.metrics.sources import Observation, Scrapes, SeriesFile, Source, observe_recording
 from servers.command import parse_command
 from servers.errors import SourceError
+from servers.kinds import LABELS
 from servers.metrics.catalog import METRICS
 from servers.metrics.exposition import Recording, Series, record
 
@@ -148,7 +149,7 @@ BREAKAGES: dict[str, Callable[[str], str]] = {
 @pytest.mark.parametrize("breakage", BREAKAGES)
 def test_what_cannot_be_read_is_refused_in_words(breakage: str) -> None:
     broken = [(unix_ms, BREAKAGES[breakage](page)) for unix_ms, page in scrapes("overload")[::8]]
-    with pytest.raises(SourceError, match="no vLLM or SGLang metric"):
+    with pytest.raises(SourceError, match=f"no {LABELS} metric"):
         diagnose(Scrapes(broken, "broken"), {})
 
 
@@ -210,7 +211,7 @@ def test_a_hundred_instances_are_told_apart() -> None:
         (b"# scrape_unix_ms 1000\nvllm:num_requests_running 1.0\n", "only one usable scrape"),
         (
             b"# scrape_unix_ms 1000\nup 1\n# scrape_unix_ms 2000\nup 1\n",
-            "no vLLM or SGLang metric",
+            f"no {LABELS} metric",
         ),
     ],
 )

@@ -18,6 +18,7 @@ from doctor.metrics.period import period
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import PrometheusSource, Scrapes
 from servers.errors import SourceError
+from servers.kinds import LABELS
 from servers.metrics.exposition import record
 from servers.reading import Missing, Number
 
@@ -96,7 +97,7 @@ def test_a_live_prometheus_over_two_servers(tmp_path: Path) -> None:
 
         with pytest.raises(SourceError, match="Prometheus refused a query"):
             diagnose(PrometheusSource(url, "job=vllm"), {}, window=20)
-        with pytest.raises(SourceError, match=r"no vLLM or SGLang metric in the last 20 s"):
+        with pytest.raises(SourceError, match=rf"no {LABELS} metric in the last 20 s"):
             diagnose(PrometheusSource(url, 'job="other"'), {}, window=20)
 
 

@@ -11,6 +11,7 @@ from synthetic_server import Server
 from doctor.diagnosis.diagnose import diagnose
 from doctor.metrics.sources import MetricsUrl, Scrapes
 from servers.errors import SourceError
+from servers.kinds import LABELS
 
 PAGES = [page for _, page in Server(running=2, waiting=9, kv=0.02).scrapes(count=60)]
 
@@ -67,7 +68,7 @@ def test_an_address_of_no_use_is_refused_in_words(url: str, complaint: str) -> N
 def test_a_page_without_server_metrics_is_refused_in_words() -> None:
     with (
         serve(Exporter(["process_cpu_seconds_total 1.0\n"])) as server,
-        pytest.raises(SourceError, match=r"no vLLM or SGLang metric .* process_cpu_seconds_total"),
+        pytest.raises(SourceError, match=rf"no {LABELS} metric .* process_cpu_seconds_total"),
     ):
         diagnose(MetricsUrl(server.address, interval=0.05), {}, window=0.1)
 
