@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from servers.kind import ServerKind
 from servers.kinds.bundled import BUNDLED
+from servers.kinds.lmdeploy import LMDEPLOY
 from servers.kinds.sglang import SGLANG
 from servers.kinds.vllm import VLLM
 
@@ -16,6 +17,7 @@ KINDS: Mapping[str, ServerKind] = {
         BUNDLED,
         VLLM,
         SGLANG,
+        LMDEPLOY,
     )
 }
 _MEASURED = [kind.label for kind in KINDS.values() if kind.metrics]
