@@ -26,7 +26,8 @@ def cache_dir() -> Path:
 
 @contextlib.contextmanager
 def locked(path: Path, on_wait: Callable[[], None]) -> Iterator[None]:
-    """Hold an exclusive lock that the system drops when the process dies. ``on_wait``: somebody has it."""
+    """Hold an exclusive lock that the system drops when the process dies. ``on_wait`` is called while another
+    process holds it."""
     import fcntl
 
     with path.open("a") as file:

@@ -15,9 +15,9 @@ from engine.server.serve_command import serve
 
 EXPLAIN_HELP = """Show what the scheduler decides, step by step, with no model.
 
-The table shows how the token budget of each step was cut: who got how many tokens, what was left, who waits \
-and why, blocks in use, preemptions and prefix hits. Every sampled token is 0; with num_speculative_tokens, \
-drafts and their acceptance follow a fixed rule.
+The table shows how the token budget of each step was cut: how many tokens each request got, what was left, \
+which requests wait and why, blocks in use, preemptions and prefix hits. Every sampled token is 0; with \
+num_speculative_tokens, drafts and their acceptance follow a fixed rule.
 
 Examples:
 

@@ -13,10 +13,10 @@ from engine.errors import EngineUserError
 
 GIB = 1 << 30
 MAX_COUNT = (1 << 31) - 1
-"""Of tokens, sequences or blocks: kernels count in 32 bits."""
+"""The most tokens, sequences or blocks: kernels count in 32 bits."""
 MAX_BYTES = (1 << 63) - 1
 LONG_PREFILL_PERCENT = 4
-"""Of max_model_len: a longer rest of a prompt is long, where concurrent partial prefills are on."""
+"""With concurrent partial prefills, a prompt is long when more than this share of max_model_len is left."""
 UNIFIED_ONLY = (
     "scheduling_policy",
     "long_prefill_token_threshold",
@@ -53,7 +53,8 @@ _METHODS_OF_KEY: dict[str, tuple[str, ...]] = {
     "suffix_decoding_max_spec_factor": ("suffix",),
     "suffix_decoding_min_token_prob": ("suffix",),
 }
-"""Which methods look at a key of ``--speculative-config``. A key that is not named here is everybody's."""
+"""Which methods look at a key of ``--speculative-config``. A key that is not named here belongs to all
+methods."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class SpeculativeConfig:
 
     method: Method = "ngram"
     num_speculative_tokens: int = 3
-    """Drafts a step at most. Where the JSON leaves it out, suffix decoding has its tree depth, as in vLLM."""
+    """Drafts per step at most. Where the JSON leaves it out, suffix decoding uses its tree depth, as vLLM."""
     model: str | None = None
     """The draft model's or EAGLE head's checkpoint, named as ``--model`` is."""
     draft_sample_method: Literal["greedy", "probabilistic"] = "greedy"
@@ -285,7 +286,7 @@ class EngineConfig:
     speculative_config: SpeculativeConfig | None = None
     structured_outputs_config: StructuredOutputsConfig | None = None
     scheduler: SchedulerName = "unified"
-    """Whose policy it is: vLLM V1's, static batching, or V0's prefill and decode in turn. A flag of ours."""
+    """vLLM V1's scheduler, static batching, or V0's prefill and decode in turn. Not a flag of vLLM."""
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     """Of ``scheduler="two-track"``; as in vLLM V0, which also took "swap" by itself for beam search."""
     swap_space: float = 4
@@ -487,7 +488,7 @@ class EngineConfig:
             raise ConfigError("max_long_partial_prefills", most_long, rule, fix)
 
     def _validate_scheduler(self) -> None:
-        """What the schedulers of the laboratory do not do."""
+        """Refuse what the baseline schedulers do not have."""
         if self.scheduler not in SCHEDULERS:
             rule = f"must be {', '.join(SCHEDULERS[:-1])} or {SCHEDULERS[-1]}"
             raise ConfigError("scheduler", self.scheduler, rule, "choose one")

@@ -19,11 +19,11 @@ from engine.step import AdmissionStop, RequestOutput, StepOutput, StepPlan, Step
 from engine.structured.grammars import Compiler, Grammars, LLGuidance
 
 GATE_SECONDS = 0.001
-"""How long to let others work when all that there is to do waits for them."""
+"""How long to sleep when all requests wait for other threads."""
 
 
 class Runner(Protocol):
-    """What computes the steps: the model, a simulation of it, or a fake."""
+    """Computes the steps: the model, a simulation of it, or a fake."""
 
     weights_bytes: int
     kv_bytes_per_token: int
@@ -58,9 +58,9 @@ class AsyncRunner(Runner, Protocol):
 
     def start(self, plan: StepPlan) -> Pending:
         """Begin a step and return at once. The step before it has ended, and is booked: what the plan says of
-        tokens, drafts and starts is exact. From here on the scheduler may change block tables, counts and
-        statuses of the plan's requests, so these have been read; until :meth:`Pending.result` it changes
-        nobody's tokens."""
+        tokens, drafts and starts is exact. After the return the scheduler may change block tables, counts and
+        statuses of the plan's requests, so they must have been read. Until :meth:`Pending.result` it does not
+        change their tokens."""
 
 
 class _InFlight(NamedTuple):
@@ -73,7 +73,7 @@ class _InFlight(NamedTuple):
 
 
 class Scheduler(Protocol):
-    """What decides the steps: the unified scheduler, or one of ``engine/lab``.
+    """Decides the steps: the unified scheduler, or one of ``engine/baselines``.
 
     ``schedule()`` plans a step and books it at once, ``update(plan, result)`` takes in what came of it.
     Runners execute plans in the order in which they were made.
@@ -92,7 +92,7 @@ class Scheduler(Protocol):
     def num_running(self) -> int: ...
     @property
     def num_waiting(self) -> int:
-        """Everybody who is alive and not running."""
+        """All unfinished requests that do not run."""
 
     @property
     def kv_usage(self) -> float:
@@ -108,7 +108,8 @@ class Scheduler(Protocol):
         """Decide the next step."""
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Append what the step emitted, finish who has ended; requests aborted meanwhile are ignored."""
+        """Append what the step emitted, and finish the requests that have ended. Requests aborted meanwhile
+        are ignored."""
 
     def reset_prefix_cache(self, reset_connector: bool = False) -> bool:
         """Forget cached prefixes, and on demand what the KV connector has; False, and nothing happens, while
@@ -172,7 +173,7 @@ class EngineCore:
         self._in_flight: _InFlight | None = None
 
     def _num_host_blocks(self) -> int:
-        """Blocks of the swap space, no more than everybody who can run would fill; 0 where nobody swaps."""
+        """Blocks of the swap space, at most what ``max_num_seqs`` requests would fill; 0 without swapping."""
         config, plan = self.config, self.memory_plan
         block_bytes = self.runner.kv_bytes_per_token * config.block_size
         if config.kv_offloading_size is not None:
@@ -209,8 +210,8 @@ class EngineCore:
         return self.scheduler.reset_prefix_cache(reset_connector)
 
     def step(self) -> tuple[StepPlan, StepOutput]:
-        """Plan, compute, book, observe. With async scheduling, what is booked here was planned in the call
-        before, and computes while the next step is planned."""
+        """Plan, compute, book, observe. With async scheduling the step booked here was planned in the call
+        before, and computes while the next one is planned."""
         if self.config.async_scheduling:
             started_at, plan, output = self._step_ahead()
         else:
@@ -248,7 +249,7 @@ class EngineCore:
         return output
 
     def _abort_stuck(self) -> list[Request]:
-        """End requests whose output can no longer have its form, before what this step chose is booked."""
+        """End requests whose output can no longer match its grammar, before this step's tokens are booked."""
         stuck = self.grammars.stuck()
         self.scheduler.abort(request.request_id for request in stuck)
         for request in stuck:

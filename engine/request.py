@@ -96,8 +96,8 @@ class SamplingParams:
     logprobs: int | None = None
     """How many top alternatives to report beside each token's own logprob; None: none."""
     structured_outputs: StructuredOutputsParams | None = None
-    """The output is bound to this form, and ends when the form says so: whatever ``min_tokens`` and
-    ``ignore_eos`` ask for."""
+    """The output matches this structure, and ends where the structure ends, regardless of ``min_tokens`` and
+    ``ignore_eos``."""
 
     @property
     def greedy(self) -> bool:
@@ -105,21 +105,21 @@ class SamplingParams:
 
 
 class GateError(Exception):
-    """What a request waits for will never come."""
+    """What a request waits for will never be there."""
 
 
 class Gate(ABC):
     """Something a request needs, beside its turn, before it can run: such as a grammar that is compiled.
 
     Set ``request.gate`` before the scheduler gets the request. Whenever the request could be admitted, the
-    scheduler asks whether the gate is open; while it is not, the request is set aside, others are admitted,
-    and it is put back in its old place. Once it is open it is forgotten, and the request is like any other.
+    scheduler asks whether the gate is open. While it is not, others are admitted and the request keeps its
+    place in the queue. Once the gate is open it is dropped, and the request is like any other.
     """
 
     status: RequestStatus
-    """What the request's status is until then."""
+    """The request's status until the gate is open."""
     then: RequestStatus = RequestStatus.WAITING
-    """What it is afterwards."""
+    """Its status afterwards."""
 
     @abstractmethod
     def ready(self) -> bool:
@@ -128,7 +128,7 @@ class Gate(ABC):
 
 
 class OutputGrammar(Protocol):
-    """The form that a request's output must have, compiled: see ``engine.structured``."""
+    """The structure of a request's output, compiled: see ``engine.structured``."""
 
     @property
     def error(self) -> str:
@@ -146,7 +146,7 @@ class OutputGrammar(Protocol):
         """The first of ``drafts`` that may follow ``output``."""
 
 
-@dataclass(slots=True, eq=False)  # a request is itself, whatever its fields say
+@dataclass(slots=True, eq=False)  # a request equals only itself
 class Request:
     """One sequence. ``token_ids`` is the prompt followed by every emitted token."""
 
@@ -164,34 +164,35 @@ class Request:
     spec_token_ids: list[int] = field(default_factory=list)
     """Drafts proposed after the last step, to be verified in the next one."""
     num_placeholders: int = 0
-    """With async scheduling: tokens, drafts included, of which a step in flight decides what they are."""
+    """With async scheduling: how many tokens, drafts included, a step in flight has yet to decide."""
     block_ids: list[int] = field(default_factory=list)
     """The block table: physical block of each ``block_size`` tokens. Owned by the KVCacheManager."""
     block_hashes: list[bytes] = field(default_factory=list)
     """Hash of ``token_ids`` up to the end of each full block, computed once. Owned by the KVCacheManager."""
     hasher: Hasher | None = None
-    """Has been fed what ``block_hashes`` cover. Owned by the KVCacheManager."""
+    """Hasher of the tokens that ``block_hashes`` cover. Owned by the KVCacheManager."""
     num_hashed_blocks: int = 0
     """How many blocks of the table carry their hash. Owned by the KVCacheManager."""
     cache_salt: str = ""
     """Requests share prefix blocks only with requests of the same salt."""
     length_limit: int = 0
-    """So many tokens, prompt included, and it ends by length. Set by the scheduler when it is added."""
+    """Number of tokens, prompt included, at which it ends by length. Set by the scheduler when it is
+    added."""
     stop_set: frozenset[int] = frozenset()
     """Tokens that may end it: see :meth:`stops_with`. Set by the scheduler when it is added."""
     mid_prefill: bool = False
     """True after a step that left it short of its own tokens: it emitted nothing."""
     num_preemptions: int = 0
     num_external_tokens: int = 0
-    """Of the tokens that are computed, those that a KV connector has loaded last."""
+    """How many of its computed tokens a KV connector loaded last."""
     num_cached_tokens: int = 0
     """Prefix-hit tokens at the first admission."""
     gate: Gate | None = None
-    """What it waits for beside its turn; None: nothing. Set before it is added, cleared once it is open."""
+    """What it waits for beside its turn, or None. Set before it is added, cleared once it is open."""
     grammar: OutputGrammar | None = None
-    """What its ``structured_outputs`` were compiled to, once they are. It outlives a preemption."""
+    """Its ``structured_outputs``, once compiled. Kept through a preemption."""
     error: str = ""
-    """Why it ended with FINISHED_ERROR, in words for whoever sent it."""
+    """Why it ended with FINISHED_ERROR; the message for the client."""
 
     def __post_init__(self) -> None:
         if not self.token_ids:

@@ -57,7 +57,7 @@ class _Verify:
 
 
 class _Inputs(NamedTuple):
-    """Who is computed, the step's token ids, and where each of them stands."""
+    """The step's requests and token ids, and where each of them stands."""
 
     scheduled: Sequence[ScheduledRequest]
     token_ids: torch.Tensor

@@ -163,7 +163,7 @@ class StepPlan:
     admission_stop: AdmissionStop | None = None
     """Why requests still wait; None when none do."""
     failed: tuple[Request, ...] = ()
-    """Requests whose gate will never open: ``update`` reports them."""
+    """Requests with a gate that will never open: ``update`` reports them."""
     transfers: KVTransfers | None = None
     """What the KV connector has to move."""
     padding: tuple[int, ...] = ()

@@ -1,13 +1,13 @@
 """Short prompts behind long ones: what concurrent partial prefills do for both.
 
-    python -m benchmarks.engine.partial_prefills [--quick] [--real] [--times bundled|h100|FILE]
+python -m benchmarks.engine.partial_prefills [--quick] [--real] [--times bundled|h100|FILE]
 
 Now and then four long prompts arrive together, and short ones all the time. By default a step may leave any
-number of prompts half-way, and the first in line takes all of the budget that decoding leaves: whoever comes
-behind a long prompt waits for its end. With ``--max-num-partial-prefills N --max-long-partial-prefills L``
-(rows ``N/L``) at most N prompts are half-way, of which L are long; for N > 1 a long one gets at most 4 % of
-max_model_len a step, unless ``--long-prefill-token-threshold`` says otherwise, and short ones overtake those
-that have to wait.
+number of prompts half-way, and the first in line takes all of the budget that decoding leaves: a request that
+comes behind a long prompt waits for its end. With ``--max-num-partial-prefills N --max-long-partial-prefills
+L`` (rows ``N/L``) at most N prompts are half-way, of which L are long; for N > 1 a long one gets at most 4 %
+of max_model_len a step, unless ``--long-prefill-token-threshold`` says otherwise, and short ones overtake
+those that have to wait.
 
 vLLM documents both flags, but from 0.33 on they do nothing there.
 """

@@ -7,7 +7,7 @@ bundled engine first (10 s), those of a file, or a roofline estimate of an 8B mo
 computes the same workloads, shortened, with the bundled model.
 
 utilisation  share of the computed token slots that were of use: neither padding nor computed before
-bubbles      share of the sequence slots that somebody wanted, over time, in which nobody was served
+bubbles      share of the wanted sequence slots, over time, in which no request was served
 stall        the longest gap between two tokens of a request, median over requests
 """
 
@@ -97,7 +97,7 @@ def heavy_tailed(count: int, rate: float, seed: int) -> list[TimedRequest]:
 
 
 def equal(count: int, seed: int) -> list[TimedRequest]:
-    """Everybody the same, all there at the start."""
+    """Equal requests, all there at the start."""
     rng = np.random.default_rng(seed)
     return [request(place, 0.0, 128, 64, rng) for place in range(count)]
 
@@ -111,7 +111,8 @@ def request(place: int, arrival: float, prompt: int, output: int, rng: np.random
 
 
 def four_requests() -> None:
-    """3, 8, 2 and 4 tokens in a batch of four, and two more who wait: who sits in which slot at each step."""
+    """3, 8, 2 and 4 tokens in a batch of four, and two more that wait: which request is in which slot at each
+    step."""
     print(
         "Four requests of 3, 8, 2 and 4 tokens, a step a column; P prefill, D decode, E end token, x padding"
     )
@@ -195,13 +196,13 @@ def online(setting: Setting, count: int, seed: int) -> None:
 def offline(setting: Setting, seed: int) -> None:
     requests = equal(4 * setting.config.max_num_seqs, seed)
     table(
-        f"Offline, everybody the same (128 in, 64 out): {len(requests)} requests at once",
+        f"Offline, equal requests (128 in, 64 out): {len(requests)} requests at once",
         (run(setting, requests, phase, scheduler=phase) for phase in PHASES),
     )
 
 
 def pressure(setting: Setting, count: int, seed: int) -> None:
-    """A pool that holds a quarter of what would run: who gives way, and what it costs."""
+    """A pool that holds a quarter of what would run: which requests are preempted, and what it costs."""
     blocks = 1 + setting.config.max_num_seqs * 160 // setting.config.block_size
     tight = {"num_gpu_blocks_override": blocks, "max_model_len": 640}
     rng = np.random.default_rng(seed)

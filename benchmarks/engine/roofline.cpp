@@ -73,7 +73,7 @@ double read_memory(int threads, int megabytes) {
         }
         sums[thread] = _mm512_reduce_add_epi64(_mm512_add_epi64(a, b));
     });
-    volatile int64_t kept = sums[0];  // lest nothing be read
+    volatile int64_t kept = sums[0];  // or the compiler drops the reads
     (void)kept;
     return static_cast<double>(size) * threads / taken;
 }

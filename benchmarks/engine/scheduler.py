@@ -50,7 +50,7 @@ clock = time.perf_counter
 
 
 class Side(ABC):
-    """A scheduler, driven from outside. ``plan`` is whatever it calls one."""
+    """A scheduler, driven from outside. ``plan`` is its own type of plan."""
 
     name: str
     num_alive: int = 0
@@ -68,7 +68,7 @@ class Side(ABC):
 
     @abstractmethod
     def execute(self, plan: Any) -> Any:
-        """The result of a runner: a token for everybody who is not mid-prefill. Not measured."""
+        """The result of a runner: a token for each request that is not mid-prefill. Not measured."""
 
     @abstractmethod
     def update(self, plan: Any, result: Any) -> Any: ...

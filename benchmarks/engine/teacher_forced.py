@@ -56,7 +56,7 @@ def _batch(start: int, count: int) -> Batch:
     blocks = np.arange(1, 2 + (start + count - 1) // BLOCK, dtype=np.int32)
     return Batch(
         positions=positions,
-        slots=positions + BLOCK,  # block i + 1 holds the sequence's block i; block 0 is nobody's
+        slots=positions + BLOCK,  # block i + 1 holds the sequence's block i; block 0 is the null block
         query_start=np.array([0, count], dtype=np.int32),
         context_lens=np.array([start + count], dtype=np.int32),
         tables=blocks,

@@ -1,4 +1,4 @@
-"""What the schedulers of the past have in common: queues, blocks, and the books of a step."""
+"""What the baseline schedulers have in common: queues, blocks, and the booking of a step."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class BaselineScheduler(SchedulerBase, ABC):
         """Decide the next step. ``num_computed_tokens`` moves on at once, before the step has run."""
 
     def update(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Append what the step emitted and finish who has ended. Requests aborted meanwhile are ignored."""
+        """Append what the step emitted, and finish the requests that have ended. Requests aborted meanwhile
+        are ignored."""
         outputs: list[RequestOutput] = []
         finished: list[Request] = []
         for request in plan.rows.requests:
@@ -95,7 +96,7 @@ class BaselineScheduler(SchedulerBase, ABC):
         self.kv.check(self.running)
 
     def _queued(self) -> Iterable[Request]:
-        """Everybody who is alive and not running."""
+        """All unfinished requests that do not run."""
         return self.waiting
 
     def _take_out(self, request: Request) -> None:

@@ -1,4 +1,4 @@
-"""What became of the slots of a batch: how much of what was computed was of use, and who stood still."""
+"""How much of what was computed was of use, and how many sequence slots were idle."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Occupancy:
     useful_slots: int = 0
     """Those of them that brought a request further than it had ever been."""
     wanted_seconds: float = 0.0
-    """Sequence slots that somebody wanted, times seconds: requests alive, ``max_num_seqs`` at most."""
+    """Wanted sequence slots times seconds. Wanted: one per unfinished request, at most ``max_num_seqs``."""
     bubble_seconds: float = 0.0
-    """Those of them that got nothing in the step: padding, paused, or not filled."""
+    """Those of them that computed nothing in the step: padded, paused, or not filled."""
     moved_blocks: int = 0
     _reached: dict[str, int] = field(default_factory=dict)
 
@@ -45,5 +45,5 @@ class Occupancy:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the sequence slots that somebody wanted, over time, in which nobody was served."""
+        """Share of the wanted sequence slots, over time, in which no request was served."""
         return self.bubble_seconds / self.wanted_seconds if self.wanted_seconds else 0.0

@@ -12,9 +12,9 @@ from engine.step import ScheduledRequest, StepPlan
 def padding_sequences(plan: StepPlan, block_size: int) -> Iterator[ScheduledRequest]:
     """A sequence of zeros for each of the plan's paddings, in the null block, that emits nothing.
 
-    It goes through every layer as the padding of a [members, longest] tensor does. Its keys and values are
-    overwritten by one another, and nobody else reads them. Only the head, which a padded batch computes for
-    ended members too, is spared.
+    It goes through every layer as the padding of a [members, longest] tensor does. Its keys and values
+    overwrite each other, and no request reads them. Only the head, which a padded batch computes for ended
+    members too, is left out.
     """
     for length in plan.padding:
         request = Request("padding", [0] * length, SamplingParams())

@@ -11,16 +11,16 @@ from engine.step import AdmissionStop, Rows, StepPlan
 
 
 class StaticBatchScheduler(BaselineScheduler):
-    """A batch is formed of whoever waits when the last one has ended, and nobody joins it.
+    """A batch is formed of the requests that wait when the last batch has ended. None joins it later.
 
-    Prompts are padded to the longest of the batch, and whoever has ended goes on as padding until the last
-    member ends. The padded prompts take as many steps as the token budget asks for; nobody decodes before all
-    of them are computed. KV is reserved at the start, for every member as much as the longest prompt and the
-    longest ``max_tokens`` of the batch can need: one tensor of [members, longest] tokens, so that nobody is
-    ever preempted. Prefixes are not shared.
+    Prompts are padded to the longest of the batch, and a member that has ended remains as padding until the
+    last one ends. The padded prompts take as many steps as the token budget asks for; decoding starts when
+    all of them are computed. KV is reserved at the start: every member gets what the longest prompt and the
+    longest ``max_tokens`` of the batch can need, one tensor of [members, longest] tokens. So there are no
+    preemptions. Prefixes are not shared.
 
-    A batch does not wait to be full: when the engine is idle, whoever comes is a batch. Tokens are reported
-    as they come, and not, as ``generate`` does, when the batch has ended.
+    A batch does not wait to be full: an idle engine starts with the first request. Tokens are reported as
+    they come, not at the end of the batch as ``generate`` does.
     """
 
     def __init__(self, config: EngineConfig, num_blocks: int) -> None:

@@ -12,7 +12,7 @@ from engine.request import Request, RequestStatus
 from engine.step import AdmissionStop, Rows, StepPlan
 
 WATERMARK_SHARE = 0.01
-"""Share of the blocks that an admission leaves free, lest those who run preempt it at once (V0's)."""
+"""Share of the blocks that an admission leaves free, so that it is not preempted at once. V0's value."""
 
 
 @dataclass(slots=True)
@@ -27,13 +27,13 @@ class _Step:
 
 
 class TwoTrackScheduler(BaselineScheduler):
-    """A step is either prefill or decode. Whoever waits and fits is prefilled first; else everybody who runs
-    decodes a token.
+    """A step is either prefill or decode. Waiting requests that fit are prefilled first; if there are none,
+    all running requests decode a token.
 
-    A prompt is never split, so a long one takes a step of its own length, in which nobody decodes. When the
-    blocks run out, the last admitted are preempted: by recompute (blocks freed, back to the head of the
-    queue, everything computed anew) or by swap (blocks copied to host memory and, before anybody else is
-    admitted, back). Where the host has no room, or somebody has nothing to swap, it is recompute.
+    A prompt is never split, so a long one takes a step of its own length, in which no request decodes. When
+    the blocks run out, the last admitted are preempted: by recompute (blocks freed, back to the head of the
+    queue, everything computed anew) or by swap (blocks copied to host memory and back, before any other
+    request is admitted). Where the host has no room it is recompute.
 
     ``num_host_blocks`` is the size of the swap space; it is used with ``preemption_mode`` "swap" only.
     """
@@ -41,7 +41,7 @@ class TwoTrackScheduler(BaselineScheduler):
     def __init__(self, config: EngineConfig, num_blocks: int, num_host_blocks: int = 0) -> None:
         super().__init__(config, num_blocks, config.enable_prefix_caching)
         self.swapped: deque[Request] = deque()
-        """Out of the device's memory, in the order in which they come back."""
+        """Swapped out, in the order in which they come back."""
         self._free_host = list(range(num_host_blocks))
         self._host_tables: dict[str, list[int]] = {}
         """Host blocks of each swapped request, by id, in table order."""
@@ -99,7 +99,7 @@ class TwoTrackScheduler(BaselineScheduler):
         return missing + (self._watermark if self.running else 0) <= pool.num_free
 
     def _decode(self, step: _Step) -> None:
-        """One token for everybody who runs, in order, preempting from the tail for blocks."""
+        """One token for each running request, in order, preempting from the tail for blocks."""
         index = 0
         while index < len(self.running):
             request = self.running[index]

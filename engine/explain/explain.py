@@ -1,4 +1,4 @@
-"""What the scheduler decides, step by step, with no model: the laboratory behind ``vtune explain``.
+"""What the scheduler decides, step by step, with no model: what ``vtune explain`` runs.
 
 Sampling is replaced by :func:`pretend`, so that a run depends on the config and the requests only.
 """
@@ -34,7 +34,7 @@ class StepShare:
 
 @dataclass(frozen=True)
 class ExplainedStep:
-    """One step: the plan, who got how much of the budget, and what came of it."""
+    """One step: the plan, each request's share of the budget, and the outcome."""
 
     index: int
     plan: StepPlan

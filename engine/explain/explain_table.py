@@ -81,7 +81,7 @@ def describe_share(share: StepShare) -> str:
 
 
 def describe_events(step: ExplainedStep) -> str:
-    """What changed in the step, and why somebody still waits."""
+    """What changed in the step, and why requests still wait."""
     plan = step.plan
     events = []
     if plan.preempted:
@@ -145,6 +145,6 @@ def _cells(setup: Setup, step: ExplainedStep) -> tuple[str, ...]:
         f"{plan.num_running}/{setup.engine.max_num_seqs}",
         str(plan.num_waiting),
         f"{usable - plan.free_blocks}/{usable}",
-        ", ".join(describe_share(share) for share in step.shares) or "nobody",
+        ", ".join(describe_share(share) for share in step.shares) or "none",
         describe_events(step),
     )

@@ -167,7 +167,7 @@ class Kernels(ABC):
     def allocate_cache(self, num_blocks: int, kind: int = 0) -> Any:
         """The paged keys and values, zeroed, of a layer of the given kind, which it remembers.
 
-        The layout is the device's own. That of cpu.py, for whoever reads it: keys, and values, are
+        The layout is the device's own. On the CPU: keys, and values, are
         [blocks, KV heads, block_size, head_dim] as the format holds numbers (fp8 as bytes), and beside them,
         where the format has scales, fp32 [blocks, KV heads, block_size]. In every layout the tensors are
         fields of dataclasses, and blocks their first dimension, so that blocks can be copied without

@@ -14,7 +14,7 @@ from engine.kernels.int8 import Int8Linear
 from engine.kv.kv_format import KVFormat
 
 PACKED_ROWS = 64
-"""Up to so many rows oneDNN multiplies faster with a weight that it reordered ahead (1.5x at 1-16 rows)."""
+"""Up to this many rows oneDNN multiplies faster with a weight reordered ahead (1.5x at 1-16 rows)."""
 
 GATHER_BYTES = 4 << 20
 """Decoding sequences are attended together in groups whose gathered keys and values stay below this."""

@@ -34,7 +34,7 @@ def pick_device() -> torch.device:
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes that the device has, whoever uses them."""
+    """The device's memory in bytes, used or free."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

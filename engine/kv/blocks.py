@@ -1,4 +1,4 @@
-"""The pool of KV blocks: who is free, in which order they are reused, and which content they still hold."""
+"""The pool of KV blocks: which are free, in which order they are reused, and what they still contain."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ class BlockPool:
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._index = PrefixIndex()
         self.on_evict: Callable[[bytes, int], None] | None = None
-        """Told what content a block loses as it is handed out."""
+        """Called with the hash and the block whose content is lost as it is handed out."""
 
     @property
     def usage(self) -> float:
-        """Share of the usable blocks that somebody holds, 0..1."""
+        """Share of the usable blocks that requests hold, 0..1."""
         return 1.0 - self.num_free / (self.num_blocks - 1)
 
     def lookup(self, block_hash: bytes) -> int | None:
@@ -91,7 +91,7 @@ class BlockPool:
         return self._index.get(block_hash)
 
     def count_free(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` nobody holds: sharing those uses up free blocks."""
+        """How many of ``blocks`` have no holder: sharing those uses up free blocks."""
         refs = self._refs
         return sum(1 for block in blocks if refs[block] == 0)
 

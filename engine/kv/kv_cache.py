@@ -19,8 +19,8 @@ class KVCacheManager:
     """Block tables of all requests over one :class:`BlockPool`.
 
     A block is full after ``block_size`` tokens. With prefix caching, full blocks carry a hash of everything
-    up to their end, so that equal hashes mean equal prefixes. A request's hasher has been fed the blocks that
-    are hashed, and goes on from there.
+    up to their end, so that equal hashes mean equal prefixes. A request's hasher covers the hashed blocks and
+    continues from there.
     """
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
@@ -47,7 +47,7 @@ class KVCacheManager:
     def admit(self, request: Request, hits: Sequence[int], num_tokens: int, lookahead: int = 0) -> bool:
         """Start a block table with the shared ``hits``, and room for ``num_tokens + lookahead`` more.
 
-        Admission also needs room for the whole sequence known so far, lest it be preempted half-way
+        Admission also needs room for the whole sequence known so far, or it could be preempted half-way
         through its prefill; only what ``num_tokens`` needs is taken. False: there is no room, and nothing
         has changed, the order of the free list included.
         """
@@ -86,8 +86,8 @@ class KVCacheManager:
         """Room for ``num_tokens + lookahead`` after those computed. False: no room, nothing has changed.
 
         Blocks that will be full of the request's own tokens (drafts are not its own) are hashed at once,
-        before they are computed: whoever hits them runs in the same step at the earliest, and attends to
-        them after they are written.
+        before they are computed. A request that hits them runs in the same step at the earliest, and attends
+        to them after they are written.
         """
         end = request.num_computed_tokens + num_tokens
         missing = -(-(end + lookahead) // self.block_size) - len(request.block_ids)
@@ -99,7 +99,7 @@ class KVCacheManager:
         return True
 
     def take_one_each(self, requests: Sequence[Request]) -> None:
-        """One more block for each request, in this order. The caller has checked that so many are free."""
+        """One more block for each request, in this order. The caller has checked that enough are free."""
         for request, block in zip(requests, self.pool.allocate(len(requests)), strict=True):
             request.block_ids.append(block)
 

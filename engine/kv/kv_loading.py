@@ -1,4 +1,4 @@
-"""The scheduler's books on KV that a connector loads: who waits for it, and which blocks are written to."""
+"""Which requests wait for KV that a connector loads, and which blocks it writes to."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from engine.request import Gate, Request
 
 
 class KVLoading:
-    """Without a connector nothing is ever found, and nobody waits here."""
+    """Books of the loads of one scheduler. Without a connector there are none."""
 
     def __init__(self, kv: KVCacheManager, connector: KVConnector | None) -> None:
         self._kv, self.connector = kv, connector
         self._holding: list[Request] = []
-        """Those that wait, and hold blocks into which KV is, or was, loaded. In order of their loads."""
+        """Waiting requests that hold blocks into which KV is, or was, loaded. In order of their loads."""
         self._abandoned: list[KVLoad] = []
-        """Loads of requests that are gone: until they end, the blocks are written to."""
+        """Unfinished loads of requests that are gone; they still write to their blocks."""
 
     def match(self, request: Request, num_computed: int) -> int:
         """How many tokens behind the first ``num_computed`` the connector can load: whole blocks."""
         return self.connector.get_num_new_matched_tokens(request, num_computed) if self.connector else 0
 
     def begin(self, request: Request, num_tokens: int) -> None:
-        """Load so many tokens into the blocks that ``request`` has for them."""
+        """Load ``num_tokens`` into the blocks that ``request`` has for them."""
         assert self.connector is not None
         request.gate = self.connector.update_state_after_alloc(request, num_tokens)
         request.status = request.gate.status
         self._holding.append(request)
 
     def open(self, request: Request, gate: Gate) -> None:
-        """``gate`` is ready. What was loaded counts as computed, and can be hit from now on; a request's last
+        """``gate`` is ready. Loaded tokens count as computed, and can be hit from now on. A request's last
         token is always left to compute."""
         request.gate, request.status = None, gate.then
         if isinstance(gate, KVLoad):
@@ -41,7 +41,7 @@ class KVLoading:
             request.num_external_tokens = request.num_computed_tokens - local
 
     def admitted(self, request: Request) -> None:
-        """It runs: its blocks are like anybody's."""
+        """The request runs, so its blocks need no special care any more."""
         if request in self._holding:
             self._holding.remove(request)
 
@@ -55,8 +55,8 @@ class KVLoading:
             request.num_computed_tokens = request.num_external_tokens = 0
 
     def take_back(self, before: Request | None = None) -> bool:
-        """Free the blocks of the last request that holds some and waits, unless it is ``before``: sooner than
-        anybody who runs has to go, and lest those who wait with blocks wait for each other's."""
+        """Free the blocks of the last waiting request that holds some, other than ``before``. Done before a
+        running request is preempted, and so that waiting requests do not block each other."""
         for request in reversed(self._holding):
             gate = request.gate
             if request is before or (gate is not None and not gate.ready()):

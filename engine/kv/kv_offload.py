@@ -1,4 +1,4 @@
-"""``--kv-offloading-size``: KV blocks that the device's pool evicts live on in host memory."""
+"""``--kv-offloading-size``: host memory keeps the KV blocks that the device's pool evicts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HostOffload(KVConnector):
         size = self._kv.block_size
         first = request.num_computed_tokens // size
         hashes = self._kv.hashes(request)[first : first + num_external_tokens // size]
-        # The blocks for it may have cost others that had to go here, at the cost of what was to be loaded.
+        # Allocating its blocks may have evicted others to the host, in place of some that were to be loaded.
         hashes = list(takewhile(self._held.__contains__, hashes))
         for block_hash in hashes:
             self._held.move_to_end(block_hash)
@@ -81,7 +81,7 @@ class HostOffload(KVConnector):
         assert set(self._stores) <= set(self._held.values())
 
     def _take(self) -> int | None:
-        """A host block to write to: a free one, or that which was used the longest ago."""
+        """A host block to write to: a free one, or the least recently used."""
         if self._free:
             return self._free.pop()
         busy = self._busy()

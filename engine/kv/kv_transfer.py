@@ -1,9 +1,9 @@
-"""KV that lies elsewhere than in the device's pool: what the scheduler asks about it, and how it is moved.
+"""KV outside the device's pool: what the scheduler asks about it, and how it is moved.
 
 The two sides of vLLM's KV connectors, with its names. The scheduler's side decides what is to be moved;
 plans carry that to the worker's side, which moves it beside the runner. A request whose KV is being loaded
-holds its blocks, is in the status WAITING_FOR_REMOTE_KVS, and keeps nobody from running. A load that fails
-costs time only: what it would have brought is computed.
+holds its blocks, is in the status WAITING_FOR_REMOTE_KVS, and does not block other requests. When a
+load fails, its tokens are computed instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class KVLoad(Gate):
         return self._done
 
     def finish(self, failed: bool = False) -> None:
-        """Called once, from whichever thread, when nothing is written to the blocks any more."""
+        """Called once, from any thread, when nothing more is written to the blocks."""
         if failed:
             self.num_tokens = 0
         self._done = True
@@ -43,7 +43,7 @@ class KVLoad(Gate):
 
 @dataclass(frozen=True, slots=True)
 class KVTransfers:
-    """What a plan asks to be moved: stores before anything is computed, then loads, in no hurry."""
+    """What a plan asks to be moved: stores before the step is computed, loads beside it."""
 
     stores: tuple[tuple[int, int], ...] = ()
     """(block of the device, block there)."""
@@ -60,11 +60,11 @@ class KVConnector(ABC):
 
     @abstractmethod
     def update_state_after_alloc(self, request: Request, num_external_tokens: int) -> KVLoad:
-        """Begin to load so many tokens, behind those that are computed, into the request's blocks."""
+        """Begin to load ``num_external_tokens``, behind the computed ones, into the request's blocks."""
 
     @abstractmethod
     def evicted(self, block_hash: bytes, block: int) -> None:
-        """The pool gives ``block`` to somebody else: its content is there until the next step."""
+        """The pool reuses ``block``. Its content is there until the next step."""
 
     @abstractmethod
     def build_connector_meta(self) -> KVTransfers | None:
@@ -76,7 +76,7 @@ class KVConnector(ABC):
 
 
 class BlockSwapper(Protocol):
-    """Who copies blocks: ``engine.kernels.host.HostBlocks``."""
+    """Copies blocks: ``engine.kernels.host.HostBlocks``."""
 
     def swap(self, out: BlockPairs, back: BlockPairs) -> None: ...
 
@@ -97,7 +97,7 @@ class KVConnectorWorker:
     def _load(self, load: KVLoad) -> None:
         try:
             self._blocks.swap((), load.pairs)
-        except Exception as error:  # whatever it is: the request can do without
+        except Exception as error:  # of any kind: the tokens are computed instead
             logger.warning(f"KV of request {load.request.request_id} was not loaded: {error}")
             load.finish(failed=True)
         else:

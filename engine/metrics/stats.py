@@ -5,7 +5,7 @@ The moments of observation are vLLM's, and a reader of the numbers has to know t
 * A prompt is booked whole on the step that emits its first token; steps without any output are no iteration.
 * One inter-token latency per step output of a request, whatever number of tokens that output brought.
 * Queue time ends at the first admission; what follows a preemption is prefill or decode time.
-* A request whose client hangs up is no finished request: first tokens without finishes show it.
+* A request is not finished when its client hangs up; first tokens without finishes show it.
 
 One difference, on purpose: a preemption counts when the victim is preempted, not when it emits again.
 """
@@ -48,7 +48,7 @@ class StepStats:
     num_running: int = 0
     num_waiting: int = 0
     num_deferred: int = 0
-    """Of these, who wait for something else than room."""
+    """How many of these wait for something other than room."""
     kv_usage: float = 0.0
     prefix_queries: int = 0
     external_queries: int = 0

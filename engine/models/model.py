@@ -176,7 +176,7 @@ class Decoder:
         return self.layers_forward(batch, caches, workspace)
 
     def layers_forward(self, batch: Batch, caches: list[Any], workspace: Workspace) -> torch.Tensor:
-        """``forward`` from what the workspace's residual stream holds already, whatever it was made of."""
+        """``forward`` without the embedding: from what the workspace's residual stream holds."""
         step = self.kernels.begin(batch)
         if self.fused is not None:
             self.fused(step, caches, workspace)

@@ -26,10 +26,10 @@ ROWS_AT_ONCE = 16
 """Rows drawn from together: bounds the memory of sorting and summing over the vocabulary."""
 
 BLOCK_COLUMNS = 64
-"""The vocabulary is looked at in blocks of so many columns before single columns are."""
+"""The vocabulary is searched in blocks of this many columns before single columns."""
 
 TOP_P_CANDIDATES = 384
-"""top-p looks at so many of the largest logits first; only a flatter distribution is sorted as a whole."""
+"""How many of the largest logits top-p looks at first; only a flatter distribution is sorted as a whole."""
 
 
 TARGET, ACCEPT, RESIDUAL, DRAFT = range(4)
@@ -46,7 +46,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """One row of logits: whose it is, and the drafts that stand before the token to be chosen."""
+    """One row of logits: its request, and the drafts before the token to be chosen."""
 
     request: Request
     drafts: tuple[int, ...] = ()

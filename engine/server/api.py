@@ -35,7 +35,7 @@ from engine.text.tokenizer import ChatTemplateError, NoTokenizerError, Tokenizer
 T = TypeVar("T")
 logger = logging.getLogger("vtune.api")
 MAX_WARNED_NAMES = 100
-"""Names of unknown fields to tell about; a client that invents ever new ones must not fill the log."""
+"""The most names of unknown fields to warn about, so that a client cannot fill the log with new ones."""
 LONG_INPUT_LENGTH = 20_000
 """Characters or tokens from which their conversion moves to a thread."""
 

@@ -22,15 +22,16 @@ from engine.server.responses import DONE, error_body
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 16 << 20
-"""Bytes of a request's body; what is longer is answered with 413 and never kept."""
+"""The longest body of a request; a longer one is answered with 413."""
 KEYED_PATHS = ("/v1", "/reset_prefix_cache")
-"""What needs a key where keys are set. vLLM has the second in its development mode only, without."""
+"""Paths that need a key where keys are set. In vLLM the second exists in development mode only, without a
+key."""
 MAX_DRAIN_BYTES = 1 << 30
-"""How much of an oversized body is read, and dropped, so that its sender gets to read the answer."""
+"""How much of an oversized body is read and dropped, so that its sender gets to read the answer."""
 BODY_TIMEOUT_SECONDS = 120
 """How long a client may take to send a body, once its head is there."""
 CLIENT_GONE = 499
-"""nginx's code for a client that hung up: nobody receives it, but the access log shows it."""
+"""nginx's status for a client that hung up. It is never received, but the access log shows it."""
 
 
 def build_app(routes: Sequence[Route], api_keys: Sequence[str] = ()) -> ASGIApp:
@@ -53,13 +54,13 @@ class BearerAuth:
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
-        # A key that is no UTF-8 is taken as the bytes that the command line held.
+        # A key that is not UTF-8 is taken as the bytes of the command line.
         self._expected = [f"Bearer {key}".encode(errors="surrogateescape") for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"].startswith(KEYED_PATHS):
             given = dict(scope["headers"]).get(b"authorization", b"")
-            # Every key is compared: how long it takes says nothing about which one was close.
+            # Every key is compared, so that the time does not tell which key was close.
             if sum(secrets.compare_digest(given, key) for key in self._expected) == 0:
                 response = _error("missing or wrong API key", "AuthenticationError", None, 401)
                 await response(scope, receive, send)
@@ -139,7 +140,7 @@ async def _receive_body(request: Request) -> bytes:
 
 
 def error_event(message: str, kind: str, code: int) -> bytes:
-    """An error in a stream whose headers are long gone; clients of OpenAI's API raise it."""
+    """An error in a stream after its headers were sent; clients of OpenAI's API raise it."""
     return f"data: {json.dumps(error_body(message, kind, None, code))}\n\n".encode() + DONE
 
 

@@ -34,7 +34,7 @@ class Delta:
 
 
 class Frontend:
-    """Submits to one engine process and hands its output to whoever waits for it."""
+    """Submits to one engine process and hands its output to the coroutines that wait for it."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Frontend:
         return len(self._mailboxes)
 
     async def run(self) -> None:
-        """Hand output on until the engine is gone; then everybody who waits for some gets EngineDeadError."""
+        """Hand output on until the engine is gone; then every waiting coroutine gets EngineDeadError."""
         logging_task = asyncio.create_task(self._log_forever())
         try:
             async for step in self._process.steps():
@@ -180,7 +180,7 @@ class Frontend:
         self, sequence: _ServedSequence, output: RequestOutput, group: list[_ServedSequence]
     ) -> None:
         self._mailboxes.pop(sequence.request_id, None)
-        if output.finish is None:  # only the text says that it is over: the engine must be told
+        if output.finish is None:  # a stop string ended it, which the engine cannot see
             self._process.abort((sequence.request_id,), RequestStatus.FINISHED_STOPPED)
         if all(member.finished for member in group):
             self.metrics.record_group(len(group), max(member.text.num_tokens for member in group))
@@ -192,7 +192,7 @@ class Frontend:
 
 
 class _ServedSequence:
-    """One choice on its way."""
+    """One choice of an answer, while it is generated."""
 
     __slots__ = ("finished", "index", "request", "text")
 
@@ -211,7 +211,7 @@ class _ServedSequence:
 
 
 class _Mailbox:
-    """Output that waits for its request's coroutine, which is woken once for all that a step brings."""
+    """Output for one request's coroutine, which is woken once per step."""
 
     __slots__ = ("_error", "_outputs", "_waiter", "cached", "finished")
 

@@ -13,7 +13,7 @@ TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: cl
 
 
 class HeaderTimeoutProtocol(HttpToolsProtocol):
-    """A connection whose request's head is late is closed, or silent clients would keep it for ever."""
+    """Closes a connection when a request's head is late; otherwise silent clients could keep it forever."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)

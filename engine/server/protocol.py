@@ -52,7 +52,7 @@ REFUSED = (
 """Fields that would change the answer and that this engine does not have: refused unless empty or false."""
 
 REMOVED = ("guided_choice", "guided_grammar", "guided_json", "guided_regex")
-"""Fields that vLLM has no more; it leaves the output free, which would be taken for bound."""
+"""Fields that vLLM has removed. It ignores them, and the client would take the output for constrained."""
 
 IGNORED = (
     "include_reasoning",
@@ -68,7 +68,7 @@ IGNORED = (
     "tool_choice",
     "user",
 )
-"""Fields that change nothing here: tools, beams and the like are refused where they begin."""
+"""Fields that change nothing here, as what they belong to (tools, beams) is refused."""
 Logprobs = Annotated[
     int, Meta(ge=0, le=MAX_LOGPROBS, description=f"must be an integer of 0 to {MAX_LOGPROBS}")
 ]

@@ -32,7 +32,7 @@ def spread_lists(args: list[str], flags: Collection[str]) -> list[str]:
     """``--name a b`` as ``--name a --name b``, for each of ``flags``."""
     spread: list[str] = []
     flag: str | None = None
-    """The list option whose values go on, if there is one, and it has its first."""
+    """The list option that takes further values, if one has its first value."""
     words = iter(args)
     for word in words:
         if word.startswith("-"):

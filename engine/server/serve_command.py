@@ -152,7 +152,7 @@ def serve(
     enable_chunked_prefill: Annotated[bool, _flag("Split long prompts over several steps.")] = True,
     enable_prefix_caching: Annotated[bool, _flag("Reuse the KV of common beginnings of prompts.")] = True,
     scheduling_policy: Annotated[
-        Literal["fcfs", "priority"], _flag("Who waits: by arrival, or by the requests' priority.")
+        Literal["fcfs", "priority"], _flag("Order of the waiting requests: by arrival, or by their priority.")
     ] = "fcfs",
     long_prefill_token_threshold: Annotated[
         int, _count("Most tokens of one request in a step beside others; 0: no limit of its own.")
@@ -178,7 +178,7 @@ def serve(
     kv_offloading_size: Annotated[
         float | None, _flag("GiB of host memory for KV blocks that the pool evicts.", metavar="GIB")
     ] = None,
-    kv_offloading_backend: Annotated[Literal["native"], _flag("Who offloads.")] = "native",
+    kv_offloading_backend: Annotated[Literal["native"], _flag("What offloads.")] = "native",
     async_scheduling: Annotated[bool, _flag("Plan a step while the one before it computes.")] = False,
     speculative_config: Annotated[
         Any,
@@ -201,7 +201,7 @@ def serve(
     scheduler: Annotated[
         Literal["unified", "static", "two-track"],
         _flag(
-            "Whose policy: unified (vLLM V1), or for comparison static batching, or two-track: prefill and "
+            "Scheduler: unified (vLLM V1), or for comparison static batching, or two-track: prefill and "
             "decode in turn (vLLM V0). Not a flag of vLLM."
         ),
     ] = "unified",

@@ -28,7 +28,7 @@ RESERVED_BYTES = GIB
 """Of a GPU's memory, for its context, communicators and captured graphs; an assumption."""
 LOGIT_BYTES = 4
 DEFAULT_ACCEPTANCE = 0.6
-"""Chance that a draft is accepted if those before it were; an assumption where nobody says."""
+"""Chance that a draft is accepted if those before it were; assumed where it is not given."""
 _WITHOUT_EFFECT = """
 allowed_headers allowed_methods allowed_origins api_key chat_template code_revision
 disable_access_log_for_endpoints disable_log_requests disable_log_stats disable_uvicorn_access_log
@@ -49,7 +49,7 @@ GPU_KV_BYTES: Mapping[str, int] = {"auto": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3
 
 @dataclass(frozen=True)
 class Simulation:
-    """Everything that a simulated server is made of. ``assumed``: what nobody has measured, for people."""
+    """Everything that a simulated server is made of. ``assumed``: what was not measured, in words."""
 
     config: EngineConfig
     size: ModelSize
@@ -142,7 +142,7 @@ class Delivery:
 class SimulatedServer:
     """The engine of a :class:`Simulation`, with the metrics of every second of its virtual time.
 
-    Who drives it adds requests and lets it step; ``now`` is the end of the step before. Raises ConfigError
+    Its driver adds requests and lets it step; ``now`` is the end of the step before. Raises ConfigError
     where the memory does not hold one request of full length.
     """
 
@@ -163,7 +163,7 @@ class SimulatedServer:
         scheduler = self.core.scheduler
         self._fast_scheduler = scheduler if isinstance(scheduler, FastDecodeScheduler) else None
         self._unchanged = False
-        """Nobody has come or gone since the last step."""
+        """No request was added or aborted since the last step."""
         plan = self.core.memory_plan
         self.max_model_len = plan.max_model_len
         self.scrapes: list[tuple[float, str]] = []

@@ -1,8 +1,8 @@
 """Any workload in virtual time: the real scheduler and the real loop, over a runner that computes nothing.
 
 ``EngineCore(config, runner=SimulatedRunner(...), clock=clock)`` is an engine like any other, but its steps
-take the seconds that :class:`~engine.sim.step_times.StepTimes` say, on a :class:`VirtualClock` that nobody
-waits for.
+take the seconds that :class:`~engine.sim.step_times.StepTimes` say, on a :class:`VirtualClock` that is
+never waited for.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class WallClock:
 
 
 class VirtualClock:
-    """Time that passes when a simulated step takes it, or when everybody idles."""
+    """Time that passes in simulated steps, and where no request is there."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -155,7 +155,7 @@ class SimulatedRunner:
         return self._begin(plan, load).result()
 
     def decode(self, load: StepLoad) -> None:
-        """A step whose tokens nobody asks for."""
+        """A step whose tokens are not used."""
         self.clock.now += self.times.host_seconds(load)
         self.clock.advance_to(self._occupy(load))
 

@@ -29,13 +29,15 @@ class _Seen:
     count: int = 0
     """Positions ``[0, count)`` are computed."""
     ahead: list[int] = field(default_factory=list)
-    """Drafts whose KV stands at the positions behind: computed too, as far as they come true."""
+    """Drafts whose KV is computed at the positions after ``count``; valid as far as they are accepted."""
 
 
 class DraftModelProposer(NetworkProposer):
-    """Its KV stands in the target's blocks. It follows the target step by step, and catches up with what it
-    missed while nobody wanted drafts; blocks shared through the prefix cache are its own where it has
-    computed them, and are computed where not."""
+    """A smaller model drafts. Its KV lies in the target's blocks.
+
+    It follows the target step by step, and catches up with the steps in which no drafts were wanted. Blocks
+    shared through the prefix cache are used where this model has computed them, else it computes them.
+    """
 
     def __init__(self, config: EngineConfig, target: Decoder) -> None:
         """Raises ModelError for a draft that does not load, or is of another vocabulary."""
@@ -83,8 +85,8 @@ class DraftModelProposer(NetworkProposer):
         return spans
 
     def _span(self, item: ScheduledRequest, table: list[int], emitted: list[int], budget: int) -> TokenSpan:
-        """What one request lacks, up to ``budget`` tokens; blocks are booked as if it were computed already,
-        since whoever shares them comes later in the same pass."""
+        """What one request lacks, up to ``budget`` tokens. Its blocks are marked as computed at once, since a
+        request that shares them comes later in the same pass."""
         request, seen = item.request, self._seen_of(item, table)
         known = item.start + item.num_tokens - len(item.drafts) + len(emitted)
         tokens = [*request.token_ids[seen.count :], *emitted][: known - seen.count]
@@ -99,12 +101,12 @@ class DraftModelProposer(NetworkProposer):
         self._complete[table[full:]] = False
         drafts = 0
         if emitted and 0 < count == len(tokens):
-            # The first draft needs no slot, and none goes beyond the context.
+            # The first draft needs no slot, and no draft may lie beyond the context.
             drafts = min(self._k, self._room(table, seen.count) + 1, self._max_positions - seen.count)
         return TokenSpan(request, table, first, tokens[:count], drafts=max(drafts, 0))
 
     def _seen_of(self, item: ScheduledRequest, table: list[int]) -> _Seen:
-        """Where the draft model stands with a request; anew after an admission, from the blocks it shares."""
+        """How far the draft model is with a request; after an admission, as far as its shared blocks go."""
         request = item.request
         seen = self._seen.get(request.request_id)
         if seen is None or seen.table is not table:

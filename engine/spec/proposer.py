@@ -1,4 +1,4 @@
-"""The seam of the runner and whoever proposes drafts."""
+"""The interface between the runner and the proposers of drafts."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ from engine.spec.history import TokenHistories
 from engine.spec.proposer import Proposer, TargetStep
 
 MAX_OCCURRENCES = 64
-"""So many occurrences of a context vote at most: the latest ones."""
+"""How many occurrences of a context vote at most: the latest ones."""
 WINDOW_TOKENS = 1 << 20
 """Tokens of past outputs that are kept at most: 28 MB with their chains."""
 CONTEXT_LENGTHS = (6, 2)
-"""Past outputs are searched for so many last tokens: first the long context, which few places share."""
+"""How many last tokens are searched for in past outputs: first the long context, which occurs less often."""
 NO_TOKEN = -1
 """Stands between texts: it equals no token, so neither a match nor a draft runs across."""
 _HEADS = 1 << 17
@@ -83,7 +83,9 @@ class SuffixProposer(Proposer):
 
     def _retire(self) -> None:
         for request in self._histories.remove_finished():
-            if not request.cache_salt:  # whose text is to speed up nobody else's, where that could be noticed
+            if (
+                not request.cache_salt
+            ):  # a salted request must not speed up others, which would tell what it says
                 self.remember(request.output_token_ids)
 
     def _vote(self, matched: Sequence[int], continuations: Sequence[Sequence[int]], k: int) -> Draft:

@@ -1,1 +1,1 @@
-"""Structured outputs: forms compiled to grammars."""
+"""Structured outputs, compiled to grammars."""

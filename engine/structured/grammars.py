@@ -1,7 +1,7 @@
-"""Structured output: forms compiled to grammars beside the steps, and what they let each next token be.
+"""Structured output: what is asked for, compiled to a grammar, and which tokens the grammar allows next.
 
-Compiling takes from a millisecond to a second and happens in threads (llguidance lets go of the interpreter's
-lock meanwhile). The request waits aside, everybody else runs on.
+Compiling takes from a millisecond to a second and happens in threads, in which llguidance releases the
+interpreter's lock. The request waits meanwhile; others run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from engine.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
 Compiler = Callable[[StructuredOutputsParams], "Grammar"]
 """Raises GrammarError."""
@@ -40,14 +39,14 @@ MAX_REASON_CHARACTERS = 500
 
 
 class GrammarError(ValueError):
-    """The form cannot be compiled. The message is for whoever sent it."""
+    """The structure cannot be compiled. The message is for the client."""
 
 
 class Grammar:
-    """How far one request has come in its form.
+    """How far one request's output has come in its grammar.
 
-    The state is a function of the request's output and of nothing else, so that preemptions, rejected drafts
-    and dropped tokens need no care. Not thread-safe.
+    The state is a function of the request's output and of nothing else, so preemptions, rejected drafts and
+    dropped tokens need no special care. Not thread-safe.
     """
 
     __slots__ = ("_consumed", "_matcher", "_stops", "_vocab_size", "error")
@@ -103,7 +102,7 @@ class Grammar:
             del consumed[same:]
         new = list(output[len(consumed) :])
         if self._matcher.try_consume_tokens(new) < len(new):
-            self.error = "the output has left its form"
+            self.error = "the output does not match what structured_outputs asks for"
         consumed += new
 
     def _row(self) -> npt.NDArray[np.bool_] | None:
@@ -111,37 +110,39 @@ class Grammar:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         row = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(np.bool_)
-        # Where nothing can follow, the mask has the stop tokens alone, whether the form is complete or not.
+        # Where nothing can follow, the mask has only the stop tokens, be the grammar complete or not.
         ends = row[list(self._stops)].any() and not self._matcher.is_accepting()
         if ends or not row.any():
             reason = self._matcher.stop_reason()
             self.error = (
-                f"the form is too complex to go on with here ({reason})"
+                f"the grammar is too complex to continue ({reason})"
                 if reason.endswith("TooComplex")
-                else "the model's tokens cannot write what the form has next"
+                else "the model's tokens cannot write what the grammar asks for next"
             )
             return None
         return row
 
 
-def grammar_text(form: StructuredOutputsParams) -> str:
-    """The form in llguidance's own notation. Raises GrammarError."""
+def grammar_text(params: StructuredOutputsParams) -> str:
+    """``params`` in llguidance's own notation. Raises GrammarError."""
     from llguidance import LLMatcher, grammar_from
 
     try:
-        if form.json is not None or form.json_object:
-            schema = form.json or '{"type": "object"}'
+        if params.json is not None or params.json_object:
+            schema = params.json or '{"type": "object"}'
             assert isinstance(schema, str)
-            options: JsonCompileOptions = {"whitespace_flexible": not form.disable_any_whitespace}
-            if form.whitespace_pattern is not None:
-                options["whitespace_pattern"] = form.whitespace_pattern
-            return LLMatcher.grammar_from_json_schema(schema, defaults=options)
-        if form.regex is not None:
-            return grammar_from("regex", form.regex)
-        if form.choice is not None:
-            return grammar_from("choice", json.dumps(form.choice))
-        assert form.grammar is not None
-        return grammar_from("grammar", form.grammar)
+            flexible, pattern = not params.disable_any_whitespace, params.whitespace_pattern
+            if pattern is None:
+                return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": flexible})
+            return LLMatcher.grammar_from_json_schema(
+                schema, defaults={"whitespace_flexible": flexible, "whitespace_pattern": pattern}
+            )
+        if params.regex is not None:
+            return grammar_from("regex", params.regex)
+        if params.choice is not None:
+            return grammar_from("choice", json.dumps(params.choice))
+        assert params.grammar is not None
+        return grammar_from("grammar", params.grammar)
     except ValueError as error:
         raise GrammarError(_reason(str(error))) from None
 
@@ -154,14 +155,14 @@ class LLGuidance:
         self._lock = threading.Lock()
         self._loaded: tuple[LLTokenizer, int] | None = None
 
-    def __call__(self, form: StructuredOutputsParams) -> Grammar:
+    def __call__(self, params: StructuredOutputsParams) -> Grammar:
         """Raises GrammarError, or ModelError for a tokenizer that cannot be read."""
         from llguidance import LLMatcher, LLParserLimits
 
         settings = self._config.structured_outputs_config
         if settings is not None and settings.disable_any_whitespace:
-            form = replace(form, disable_any_whitespace=True)
-        text = grammar_text(form)
+            params = replace(params, disable_any_whitespace=True)
+        text = grammar_text(params)
         with self._lock:
             self._loaded = self._loaded or self._load()
             tokenizer, vocab_size = self._loaded
@@ -179,7 +180,7 @@ class LLGuidance:
         path = resolve_model(config.model)
         model = load_model_config(path, config.load_format)
         if not model.eos_token_ids:
-            raise GrammarError("this model has no end-of-sequence token, so that no form would ever end")
+            raise GrammarError("this model has no end-of-sequence token, so structured output could not end")
         tokenizer = Tokenizer.load(resolve_model(config.tokenizer) if config.tokenizer else path)
         size = max(model.vocab_size, tokenizer.vocab_size)
         stops = list(model.eos_token_ids)
@@ -209,26 +210,27 @@ class GrammarGate(Gate):
 
 
 class Grammars:
-    """Has the forms of an engine's requests compiled, each of them once as long as it is remembered."""
+    """Compiles what an engine's requests ask for, each of them once as long as it is cached."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
         self._pool = ThreadPoolExecutor(MAX_COMPILE_THREADS, "grammar")
         self._kept: OrderedDict[StructuredOutputsParams, Future[Grammar]] = OrderedDict()
         self._users: list[Request] = []
-        """Those whose gate has opened, until they are over."""
+        """Requests with an open gate, until they end."""
 
     def start(self, request: Request) -> None:
-        """Give the request a gate that opens when its form is compiled, and no other end than the form's."""
-        form = request.sampling.structured_outputs
-        assert form is not None
+        """Give the request a gate that opens when its grammar is compiled, and no other end than the
+        grammar's."""
+        params = request.sampling.structured_outputs
+        assert params is not None
         request.sampling = replace(request.sampling, min_tokens=0, ignore_eos=False)
-        future = self._kept.get(form)
+        future = self._kept.get(params)
         if future is None or (future.done() and future.exception() is not None):
-            future = self._kept[form] = self._pool.submit(self._compiler, form)
+            future = self._kept[params] = self._pool.submit(self._compiler, params)
             if len(self._kept) > MAX_CACHED_GRAMMARS:
                 self._kept.popitem(last=False)
-        self._kept.move_to_end(form)
+        self._kept.move_to_end(params)
         request.gate = GrammarGate(request, future, self._users.append)
 
     def stuck(self) -> list[Request]:

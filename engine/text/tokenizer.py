@@ -213,7 +213,7 @@ class IncrementalDetokenizer:
         if whole.endswith(_REPLACEMENT) and not final:
             if end - self._read <= _MAX_PENDING_TOKENS:
                 return
-            # No character has so many bytes: the text is broken, and only its tail may still become whole.
+            # No character has that many bytes: the text is broken, and only its tail may still become whole.
             end -= _MAX_CHARACTER_BYTES
             whole = self._tokenizer.decode(self._tokens[self._prefix : end], self._skip)
         if len(whole) > len(known):

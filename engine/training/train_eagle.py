@@ -6,7 +6,7 @@
 Minutes on a CPU for the bundled model. The hidden states are those that the engine computes as it generates:
 a proposer that only looks on keeps them. The loss is EAGLE's: smooth L1 on the next hidden state, and cross
 entropy against the target's own distribution (arXiv:2401.15077, section 3.2). Then the head drafts for
-prompts that it has not seen, and its acceptance is printed, whatever it is. Use it with
+prompts that it has not seen, and its acceptance is printed. Use it with
 
     vtune serve --speculative-config '{"method": "eagle", "model": "DIR", "num_speculative_tokens": 3}'
 """

@@ -31,7 +31,7 @@ struct Spent {
     int64_t linear, attention, row_wise;
 };
 
-// Up to so many rows every weight is multiplied by all rows at once, columns shared out among threads: it is read from
+// Up to this many rows every weight is multiplied by all rows at once, columns shared out among threads: it is read from
 // memory once. With more rows threads share these instead, and take a few of them through the whole layer, so
 // that what they make of them stays in their cache.
 constexpr int NARROW = 63;

@@ -26,7 +26,7 @@ private:
 };
 
 // Workers that spin for a moment between operations and sleep between steps. A job's tasks are taken one by one,
-// so a worker that is slow to wake, or loses its core to another process, holds nobody up by more than a task.
+// so a worker that is slow to wake, or loses its core to another process, delays the job by one task at most.
 class Pool {
 public:
     explicit Pool(int threads) : size(threads) {
@@ -35,7 +35,7 @@ public:
 
     const int size;
 
-    // Which of a job's threads this is, in [0, size): whoever calls run is 0.
+    // Which of a job's threads this is, in [0, size): the caller of run is 0.
     static int self() { return self_; }
 
     // Calls `body(task)` for every task; `ticks` are what they take, summed over threads.
@@ -66,7 +66,7 @@ private:
             for (int i = 0; i < tasks; ++i) body(i);
             return;
         }
-        const std::lock_guard lock(mutex_);  // one job at a time, whoever asks
+        const std::lock_guard lock(mutex_);  // one job at a time
         call_ = [](const void* context, int task) { (*static_cast<const Body*>(context))(task); };
         context_ = &body;
         tasks_ = tasks;
@@ -74,7 +74,7 @@ private:
         epoch_.fetch_add(1);  // odd: open
         epoch_.notify_all();
         drain();
-        epoch_.fetch_add(1);  // even: closed. Whoever joined before has raised active_, and is waited for.
+        epoch_.fetch_add(1);  // even: closed. Workers that joined before have raised active_, and are waited for.
         for (int spins = 0; active_.load() != 0; ++spins) {
             if (spins < 4096) _mm_pause();
             else std::this_thread::yield();

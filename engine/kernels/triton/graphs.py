@@ -51,7 +51,7 @@ class LayerGraphs:
         self._numbers = torch.zeros(numbers, dtype=torch.int32, device=device)
 
     def size_for(self, sequences: int) -> int:
-        """The smallest size that holds so many sequences; 0 where none does."""
+        """The smallest size that holds that many sequences; 0 where none does."""
         place = bisect_left(self.sizes, sequences)
         return self.sizes[place] if sequences and place < len(self.sizes) else 0
 

@@ -188,7 +188,7 @@ def test_a_prompt_is_never_split() -> None:
     assert shares(lab.step()) == {"b": 13}
 
 
-def test_full_sequences_let_nobody_in_and_decoding_goes_on() -> None:
+def test_full_sequences_admit_no_request_and_decoding_goes_on() -> None:
     lab = Driver("two-track", max_num_seqs=1)
     lab.add("a", 2, 3)
     lab.add("b", 2, 1)
@@ -247,7 +247,7 @@ def test_preemption_by_swap_copies_blocks_and_goes_on_decoding() -> None:
     back = next(plan for plan in plans if plan.swap_in)
     assert [host for host, _ in back.swap_in] == [host for _, host in out.swap_out]
     assert shares(back) == {"b": 1}
-    assert "late" not in shares(back)  # who is swapped out comes back before anybody is admitted
+    assert "late" not in shares(back)  # swapped requests come back before any is admitted
     assert waiting.status is RequestStatus.FINISHED_LENGTH
     before = plans[: plans.index(back)]
     assert {plan.admission_stop for plan in before} == {AdmissionStop.SWAPPED}
@@ -360,7 +360,7 @@ workloads = st.lists(
     seqs=st.integers(1, 5),
     caching=st.booleans(),
 )
-def test_everybody_ends_with_all_tokens_and_everything_is_free(
+def test_all_requests_end_with_all_tokens_and_everything_is_free(
     workload: list[tuple[int, int, int, int | None]],
     scheduler: str,
     spare: int,

@@ -145,9 +145,7 @@ def test_a_prefix_hit_comes_in_whole_blocks() -> None:
     assert [shares(step) for step in steps[2:]] == [{"B": 512}, {"B": 508}]
 
 
-def test_a_pool_of_10_blocks_a_waiting_request_preempts_nobody_a_running_one_that_needs_a_block_does() -> (
-    None
-):
+def test_a_pool_of_10_blocks_a_waiting_request_does_not_preempt_but_a_running_one_does() -> None:
     # the example has C, which waits, preempt B; the real scheduler lets C wait
     raw = config(max_num_batched_tokens=128, num_gpu_blocks=11, max_num_seqs=4)
     steps = steps_of(raw, [request("A", 60, 30), request("B", 60, 30), request("C", 60, 5, 1)])
@@ -202,7 +200,7 @@ def test_a_large_budget_is_drawn_to_scale() -> None:
 
 def test_steps_that_await_arrivals_are_empty(tmp_path: Path) -> None:
     result = run(tmp_path, config(), [request("A", 1, 1, 2)])
-    assert result.stdout.splitlines()[3].split() == ["0", "........", "0", "8", "0/8", "0", "0/99", "nobody"]
+    assert result.stdout.splitlines()[3].split() == ["0", "........", "0", "8", "0/8", "0", "0/99", "none"]
 
 
 def test_ids_are_printed_as_they_are(tmp_path: Path) -> None:
@@ -286,7 +284,7 @@ def test_a_budget_below_1_plus_k_is_explained_where_a_server_refuses_it() -> Non
     assert sum(len(step.output.finished) for step in steps) == 1
 
 
-def test_a_budget_below_1_plus_k_can_block_everybody_which_is_told(tmp_path: Path) -> None:
+def test_a_budget_below_1_plus_k_can_block_all_requests_which_is_told(tmp_path: Path) -> None:
     raw = config(max_num_batched_tokens=8, num_speculative_tokens=11, block_size=4)
     requests = [request("A", 9, 1), request("B", request("A", 9)["prompt_token_ids"], 1, 5)]
     result = run(tmp_path, raw, requests, "--format", "jsonl")

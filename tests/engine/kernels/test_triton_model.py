@@ -99,7 +99,7 @@ def test_recorded_steps_equal_the_torch_path(tiny: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("engine.runner.capture_sizes", lambda config, device: (1, 4))
     flags = {"max_num_batched_tokens": 40, "max_num_seqs": 4}
     runner = make_runner(monkeypatch, triton_kernels((1, 4), record), tiny, **flags)
-    runner._workspace.attended.zero_()  # idle rows are nobody's, but the interpreter minds infinities
+    runner._workspace.attended.zero_()  # idle rows are not used, but the interpreter minds infinities
     runner._warm_up()
     for one, other in zip(distributions(runner), expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

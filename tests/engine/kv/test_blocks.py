@@ -49,7 +49,7 @@ def test_rule_3_hashed_blocks_go_to_the_tail_in_reverse_and_others_to_the_head()
     pool.check({})
 
 
-def test_rule_3_a_block_that_somebody_else_holds_is_not_freed() -> None:
+def test_rule_3_a_block_with_another_holder_is_not_freed() -> None:
     pool = BlockPool(3)
     block = hashed(pool, b"x")
     pool.touch([block])

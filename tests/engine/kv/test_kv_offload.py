@@ -52,7 +52,7 @@ class OffloadLab(Lab):
         return plan
 
     def finish(self, limit: int = 5000) -> list[StepPlan]:
-        """Steps, each of which lands what was under way, until nobody is left."""
+        """Steps, each of which lands what was under way, until no request is left."""
         plans = []
         while self.scheduler.has_unfinished:
             plans.append(self.schedule())
@@ -108,7 +108,7 @@ def test_what_has_arrived_is_cached() -> None:
     lab.add("a", PROMPT)
     lab.step()
     lab.add("same", [*PROMPT, 5])
-    assert lab.step() == {}  # not there yet for anybody else either: it loads them too
+    assert lab.step() == {}  # not there yet for another request either: it loads them too
     lab.land()
     assert lab.step() == {"a": 1, "same": 2}
 
@@ -153,7 +153,7 @@ def test_blocks_of_an_aborted_load_are_free_only_when_it_has_ended() -> None:
     assert lab.step() == {"b": 13}  # nothing is left to be hit, anywhere
 
 
-def test_who_waits_with_blocks_gives_them_back_before_anybody_is_preempted() -> None:
+def test_a_waiting_request_gives_its_blocks_back_before_any_is_preempted() -> None:
     lab = evicted(max_num_seqs=2)
     running = lab.add("running", 15, max_tokens=12)
     a = lab.add("a", PROMPT, max_tokens=2)
@@ -195,7 +195,7 @@ class OffloadRun(Run):
 def test_invariants_hold_with_host_memory(
     config: dict[str, Any], workload: list[Spec], host: int, fails: bool
 ) -> None:
-    """Every read of the KV is checked, nobody starves, everything is free at the end."""
+    """Every read of the KV is checked, no request starves, everything is free at the end."""
     run = OffloadRun({**config, "enable_prefix_caching": True}, without_aborts(workload), host, fails)
     for _ in range(3000):
         if run.done:

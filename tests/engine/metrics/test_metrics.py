@@ -1,4 +1,4 @@
-"""vLLM's metric families: their form, and one run whose every figure is computed by hand."""
+"""vLLM's metric families: names and types, and one run with every figure computed by hand."""
 
 from __future__ import annotations
 

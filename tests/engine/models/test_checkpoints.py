@@ -300,7 +300,7 @@ def test_a_path_stands_for_itself(tmp_path: Path) -> None:
 
 
 def test_tensors_that_the_config_does_not_speak_of_are_named(tmp_path: Path) -> None:
-    """Biases that nobody adds would make a model that answers nonsense; old rotary tables do not matter."""
+    """A bias that is not added would make the answers nonsense; old rotary tables do not matter."""
     from safetensors.torch import load_file, save_file
 
     file = save_tiny_llama(tmp_path) / "model.safetensors"

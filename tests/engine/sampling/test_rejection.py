@@ -1,4 +1,4 @@
-"""Verification of drafts that were drawn: what comes out has the target's distribution, whoever proposed."""
+"""Verification of drafts that were drawn: the output has the target's distribution, from any proposer."""
 
 from __future__ import annotations
 

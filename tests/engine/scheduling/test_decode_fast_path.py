@@ -92,7 +92,7 @@ class Workload:
         return plan
 
     def with_logprobs(self, result: StepResult) -> StepResult:
-        """As a runner answers: by request where somebody wants logprobs."""
+        """As a runner answers: by request where logprobs are asked for."""
         requests = self.lab.scheduler._requests
         asked = [name for name in result.tokens if requests[name].sampling.logprobs is not None]
         if not asked and self.lab.scheduler.uses_fast_path:
@@ -353,7 +353,7 @@ def test_who_has_nothing_in_flight_ends_the_head_ahead() -> None:
     assert (second.num_computed_tokens, second.num_placeholders) == (3, 0)
 
 
-def test_a_plan_that_nobody_has_left_stays_as_it_is() -> None:
+def test_a_plan_that_no_request_has_left_stays_as_it_is() -> None:
     lab = Lab(async_scheduling=True, emit=lambda request, drafts: [9])
     requests = [lab.add(name, 5) for name in "abc"]
     plan = lab.scheduler.schedule()

@@ -31,7 +31,7 @@ def test_invariants_hold_at_every_step_and_everything_is_free_at_the_end(
     """The lab checks pool, tables, queues, caps and what the KV cache would hold; here, that steps go on."""
     run = Run(config, workload, emits_eos)
     for plan in all_steps(run):
-        # whoever is alive makes somebody run, except in a step whose preemption bars admission
+        # an unfinished request means that one runs, except in a step with a preemption, which bars admission
         assert plan.scheduled or plan.preempted or plan.num_running + plan.num_waiting == 0
     run.lab.assert_all_free()
     assert run.lab.scheduler.reset_prefix_cache()
@@ -43,7 +43,7 @@ def test_invariants_hold_at_every_step_and_everything_is_free_at_the_end(
 
 @many
 @given(config=configs(), workload=workloads)
-def test_nobody_starves_and_everybody_gets_all_tokens(config: dict[str, Any], workload: list[Spec]) -> None:
+def test_no_request_starves_and_all_get_all_tokens(config: dict[str, Any], workload: list[Spec]) -> None:
     run = Run(config, without_aborts(workload))
     plans = all_steps(run)
     limit = run.lab.config.max_model_len

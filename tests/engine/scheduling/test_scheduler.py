@@ -153,7 +153,7 @@ def test_rule_3_priority_the_budget_given_back_serves_the_next() -> None:
     lab.add("x", 4, priority=0)
     lab.add("y", 2, priority=0)
     assert lab.step() == {"low": 1, "x": 4, "y": 2}
-    plan = lab.schedule()  # low takes 4 and leaves 3 for x, who needs a block: the 4 go to y
+    plan = lab.schedule()  # low takes 4 and leaves 3 for x, which needs a block: the 4 go to y
     assert plan.preempted == ("low",)
     assert shares(plan) == {"x": 3, "y": 4}
 
@@ -240,7 +240,7 @@ def test_rule_4_priority_victims_take_their_place_by_key() -> None:
     assert lab.waiting == ["c", "b"]
 
 
-def test_rule_5_nobody_is_admitted_in_a_step_with_a_preemption_but_in_the_next() -> None:
+def test_rule_5_no_request_is_admitted_in_a_step_with_a_preemption_but_in_the_next() -> None:
     lab = no_cache(num_blocks=5)
     lab.add("a", 4, max_tokens=2)
     lab.add("b", 12)
@@ -340,7 +340,7 @@ def test_rule_7_chunked_prefill_off_decodes_can_leave_too_little_for_a_prompt() 
     assert plan.admission_stop is AdmissionStop.CHUNKING
 
 
-def test_rule_7_chunked_prefill_off_nobody_overtakes_the_blocked_head() -> None:
+def test_rule_7_chunked_prefill_off_no_request_overtakes_the_blocked_head() -> None:
     lab = Lab(enable_chunked_prefill=False, max_model_len=16, max_num_batched_tokens=16)
     lab.add("a", 10)
     lab.add("b", 10)
@@ -396,7 +396,7 @@ def test_rule_7_the_reserve_counts_the_outputs_of_a_resumed_request() -> None:
         lab.update(plan)
 
 
-def test_rule_7_hit_blocks_nobody_holds_count_against_what_is_free() -> None:
+def test_rule_7_hit_blocks_without_a_holder_count_against_what_is_free() -> None:
     lab = Lab(num_blocks=5)
     lab.add("a", [1] * 8, max_tokens=1)
     lab.step()  # a's two blocks are free and hashed
@@ -543,7 +543,7 @@ def test_rule_10_admission_is_by_priority_then_arrival_then_id() -> None:
     assert lab.running == ["a", "b", "c", "d"]
 
 
-def test_rule_10_a_waiting_request_preempts_nobody_by_itself() -> None:
+def test_rule_10_a_waiting_request_does_not_preempt_by_itself() -> None:
     lab = no_cache(num_blocks=5, scheduling_policy="priority", max_num_seqs=4)
     lab.add("low", 10, priority=9)
     lab.step()

@@ -172,7 +172,7 @@ class Run:
 @settings(many, max_examples=150)
 @given(config=configs(), workload=workloads)
 def test_the_tokens_are_those_of_synchronous_scheduling(config: dict[str, Any], workload: list[Spec]) -> None:
-    """Whoever is aborted has a beginning of them: it is cut at another moment."""
+    """An aborted request has a beginning of them, as it is cut at another moment."""
     runs = Run(config, ahead=False), Run(config, ahead=True)
     for run in runs:
         run.play(workload)

@@ -62,7 +62,7 @@ def test_priority_blocked_requests_go_back_to_their_place() -> None:
     assert lab.waiting == ["urgent", "low"]
 
 
-def test_nobody_is_asked_where_nobody_can_be_admitted() -> None:
+def test_no_gate_is_asked_where_no_request_can_be_admitted() -> None:
     lab = Lab(max_num_seqs=1)
     lab.add("running", 4)
     lab.step()

@@ -229,7 +229,7 @@ class LimitedRun(Run):
 
 @settings(many, max_examples=150)
 @given(config=configs(), workload=workloads, limits=st.tuples(st.integers(1, 3), st.integers(1, 3)))
-def test_rule_14_limits_hold_and_nobody_starves(
+def test_rule_14_limits_hold_and_no_request_starves(
     config: dict[str, Any], workload: list[Spec], limits: tuple[int, int]
 ) -> None:
     run = LimitedRun({**config, "enable_chunked_prefill": True}, without_aborts(workload), limits)
@@ -272,7 +272,7 @@ def test_no_drafts_are_scheduled_while_more_than_so_many_run_and_again_below() -
     assert seen == [(3, [0, 0, 0]), (3, [0, 0, 0]), (3, [0, 0, 0]), (2, [3, 3]), (2, [3, 3])]
 
 
-def test_nobody_is_padded_above_the_limit() -> None:
+def test_no_request_is_padded_above_the_limit() -> None:
     for limit, expected in ((1, 1), (2, 4)):
         lab = peak(limit, propose=lambda request, emitted: [])
         lab.add("running", 5)

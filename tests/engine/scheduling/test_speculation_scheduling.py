@@ -13,7 +13,7 @@ PROMPT = list(range(100, 109))  # two full blocks of 4, and one token
 
 
 def warm(**flags: Any) -> Lab:
-    """The blocks of PROMPT are cached, and nobody runs."""
+    """The blocks of PROMPT are cached, and no request runs."""
     lab = Lab(**{"k": 3, **flags})
     lab.add("first", PROMPT, max_tokens=1)
     lab.finish()
@@ -30,7 +30,7 @@ def test_a_full_hit_that_lacks_one_token_is_padded_with_placeholders() -> None:
     assert plan.scheduled[0].emits
     lab.update(plan)
     assert (a.num_tokens, a.num_computed_tokens) == (10, 9)  # the runner rejects them all
-    assert lab.output.num_draft_tokens == 0  # nobody proposed them
+    assert lab.output.num_draft_tokens == 0  # they are placeholders
 
 
 def test_without_a_hit_and_without_running_requests_one_token_is_not_padded() -> None:
@@ -54,7 +54,7 @@ def test_requests_admitted_in_the_same_step_do_not_count_as_running() -> None:
     assert lab.step() == {"first": 5, "a": 1}
 
 
-def test_nobody_is_padded_while_a_running_request_was_mid_prefill() -> None:
+def test_no_request_is_padded_while_a_running_request_was_mid_prefill() -> None:
     lab = warm(max_num_batched_tokens=16)
     lab.add("long", 20)
     lab.step()

@@ -448,7 +448,7 @@ def test_odd_sampling_parameters_leave_the_engine_alive(server: Server) -> None:
 
 
 def test_many_at_once(server: Server) -> None:
-    """More streams than max_num_seqs, whole and streamed mixed: everybody gets what they would get alone."""
+    """More streams than max_num_seqs, whole and streamed mixed: each gets what it would get alone."""
     bodies = [{"prompt": f"prompt {i}", "max_tokens": 20, "seed": i, "ignore_eos": True} for i in range(40)]
 
     def ask(i: int) -> str:

@@ -19,7 +19,7 @@ from quiet_port import quiet_port
 from serving_kit import HTTP, PATIENCE_SECONDS, VTUNE, Server, make_model, process_alive, serving, wait_until
 
 LONG = {"prompt": "a" * 100, "max_tokens": 30_000, "ignore_eos": True}
-"""Nobody waits for its end."""
+"""No client waits for its end."""
 
 
 @pytest.fixture(scope="module")

@@ -111,7 +111,7 @@ def test_the_cache_is_not_reset_under_a_running_request(server: Server) -> None:
         assert HTTP.get(f"{server.url}/load").json()["server_load"] > 0
         assert post(server, "/reset_prefix_cache").json() == {"success": False}
     server.wait_for(lambda metrics: metrics["vllm:kv_cache_usage_perc"] == 0, "the request is gone")
-    wait_until(lambda: HTTP.get(f"{server.url}/load").json() == {"server_load": 0}, "nobody is served")
+    wait_until(lambda: HTTP.get(f"{server.url}/load").json() == {"server_load": 0}, "no request is served")
     assert post(server, "/reset_prefix_cache").json() == {"success": True}
 
 

@@ -86,7 +86,7 @@ class Lab:
     def add(
         self, request_id: str, prompt: int | Sequence[int], max_tokens: int = 16, **fields: Any
     ) -> Request:
-        """A request whose prompt is given, or so many tokens that no other request shares."""
+        """A request whose prompt is given, or that many tokens which no other request shares."""
         if isinstance(prompt, int):
             prompt = [1000 * (self.num_added + 1) + place for place in range(prompt)]
         sampling = fields.pop("sampling", None) or SamplingParams(max_tokens=max_tokens, ignore_eos=True)
@@ -125,13 +125,13 @@ class Lab:
         return self.output
 
     def step(self) -> dict[str, int]:
-        """One whole step; who got how many tokens, in order."""
+        """One whole step; how many tokens each request got, in order."""
         plan = self.schedule()
         self.update(plan)
         return shares(plan)
 
     def finish(self, limit: int = 5000) -> list[StepPlan]:
-        """Steps until nobody is left; then everything must be free."""
+        """Steps until no request is left; then everything must be free."""
         plans = []
         while self.scheduler.has_unfinished:
             plans.append(self.schedule())
@@ -173,7 +173,7 @@ class Lab:
         self._check_admission(plan, waited)
 
     def _check_admission(self, plan: StepPlan, waited: list[Request]) -> None:
-        """The admitted are the head of the queue: nobody overtakes anybody who was not set aside."""
+        """The admitted are the head of the queue: only requests that were set aside are overtaken."""
         aside = [request for request in waited if request.gate is not None or request in plan.failed]
         turns = [request.request_id for request in waited if request not in aside]
         admitted = list(plan.admitted_with_computed)

@@ -163,7 +163,7 @@ def test_async_scheduling_changes_no_request() -> None:
 
 
 @pytest.mark.parametrize("scheduler", ["unified", "two-track", "static"])
-def test_time_never_runs_backwards_and_everybody_gets_all_tokens(scheduler: str) -> None:
+def test_time_never_runs_backwards_and_all_requests_get_all_tokens(scheduler: str) -> None:
     requests = [timed(f"r{i}", 0.3 * i, 1 + i % 7, prompt=10 + 5 * (i % 9), place=i) for i in range(40)]
     times = StepTimes(host=0.01, launch=0.1, per_token=0.01, per_pair=1e-4)
     timelines, clock, _ = simulate(requests, times, scheduler=scheduler)
@@ -194,7 +194,7 @@ def test_swapping_takes_the_time_of_its_copies() -> None:
 
 
 def test_a_workload_that_cannot_end_is_told() -> None:
-    """A gate that never opens, as a stand-in for any bug that leaves everybody waiting."""
+    """A gate that never opens, as a stand-in for any bug that leaves all requests waiting."""
 
     class Stuck(SimulatedRunner):
         def execute(self, plan: StepPlan) -> Any:
