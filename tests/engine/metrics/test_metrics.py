@@ -218,7 +218,7 @@ def test_families_are_those_of_a_recorded_vllm(recording: str) -> None:
         "m", max_model_len=4096, num_speculative_tokens=5 if recording == "spec-ngram-bad" else 0
     )
     ours = dict(families(metrics.render().decode()))
-    theirs = {name: form for name, form in theirs.items() if not any(word in name for word in NOT_OURS)}
+    theirs = {name: kind for name, kind in theirs.items() if not any(word in name for word in NOT_OURS)}
     assert ours.keys() == theirs.keys()
     for name in ours.keys() - {"vllm:cache_config_info"}:  # an info: its labels are the configuration
         assert ours[name] == theirs[name], name

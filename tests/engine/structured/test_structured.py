@@ -43,7 +43,7 @@ def allowed(grammar: Grammar, output: str, drafts: str = "") -> list[str | None]
 
 
 @pytest.mark.parametrize(
-    ("form", "steps"),
+    ("structure", "steps"),
     [
         (StructuredOutputsParams(regex="ab|abc+"), {"": "a", "a": "b", "ab": "c$", "abc": "c$"}),
         (StructuredOutputsParams(choice=["yes", "no", 'q"\n']), {"": "nqy", "n": "o", "no": "$", 'q"': "\n"}),
@@ -60,9 +60,9 @@ def allowed(grammar: Grammar, output: str, drafts: str = "") -> list[str | None]
     ],
 )
 def test_what_may_come_next(
-    compiler: LLGuidance, form: StructuredOutputsParams, steps: dict[str, str]
+    compiler: LLGuidance, structure: StructuredOutputsParams, steps: dict[str, str]
 ) -> None:
-    grammar = compiler(form)
+    grammar = compiler(structure)
     for output, expected in steps.items():
         (found,) = allowed(grammar, output)
         assert found is not None
@@ -129,7 +129,7 @@ def test_a_dead_end_is_an_error_and_no_end(compiler: LLGuidance) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "words"),
+    ("structure", "words"),
     [
         (StructuredOutputsParams(regex="("), "unclosed group"),
         (StructuredOutputsParams(regex="(?=a)b"), "look-around"),
@@ -141,9 +141,11 @@ def test_a_dead_end_is_an_error_and_no_end(compiler: LLGuidance) -> None:
         (StructuredOutputsParams(regex="(" * 100_000), "..."),
     ],
 )
-def test_what_cannot_be_compiled(compiler: LLGuidance, form: StructuredOutputsParams, words: str) -> None:
+def test_what_cannot_be_compiled(
+    compiler: LLGuidance, structure: StructuredOutputsParams, words: str
+) -> None:
     with pytest.raises(GrammarError, match=words.replace("(", r"\(")) as caught:
-        compiler(form)
+        compiler(structure)
     assert len(str(caught.value)) < 600
     assert "\n" not in str(caught.value)
 
@@ -174,15 +176,15 @@ def test_a_model_without_an_end_cannot_have_forms(tmp_path: Path) -> None:
 class SlowCompiler:
     """Compiles when the test lets it."""
 
-    def __init__(self, compile_form: Callable[[StructuredOutputsParams], Grammar]) -> None:
-        self._compile = compile_form
+    def __init__(self, compile_structure: Callable[[StructuredOutputsParams], Grammar]) -> None:
+        self._compile = compile_structure
         self.go = threading.Event()
         self.asked: list[StructuredOutputsParams] = []
 
-    def __call__(self, form: StructuredOutputsParams) -> Grammar:
-        self.asked.append(form)
+    def __call__(self, structure: StructuredOutputsParams) -> Grammar:
+        self.asked.append(structure)
         assert self.go.wait(240)
-        return self._compile(form)
+        return self._compile(structure)
 
 
 class MaskedRunner(HashRunner):
@@ -207,15 +209,15 @@ def slow(compiler: LLGuidance) -> Iterator[SlowCompiler]:
     waiting.go.set()
 
 
-def make_core(compile_form: Callable[[StructuredOutputsParams], Grammar], **flags: Any) -> EngineCore:
+def make_core(compile_structure: Callable[[StructuredOutputsParams], Grammar], **flags: Any) -> EngineCore:
     config = EngineConfig(
         num_gpu_blocks_override=40, max_num_batched_tokens=64, **{"max_num_seqs": 8, **flags}
     )
-    return EngineCore(config, MaskedRunner(), compiler=compile_form)
+    return EngineCore(config, MaskedRunner(), compiler=compile_structure)
 
 
-def make_request(name: str, form: StructuredOutputsParams | None = None, **sampling: Any) -> Request:
-    params = SamplingParams(**{"max_tokens": 30, **sampling}, structured_outputs=form)
+def make_request(name: str, structure: StructuredOutputsParams | None = None, **sampling: Any) -> Request:
+    params = SamplingParams(**{"max_tokens": 30, **sampling}, structured_outputs=structure)
     return Request(name, ids("prompt"), params, eos_token_ids=(EOS,))
 
 
@@ -265,7 +267,7 @@ def test_the_order_of_arrival_is_kept(slow: SlowCompiler) -> None:
     assert [item.request.request_id for item in core.step()[0].scheduled] == ["first"]
 
 
-def test_a_form_that_cannot_be_compiled_ends_its_request_alone(compiler: LLGuidance) -> None:
+def test_a_structure_that_cannot_be_compiled_ends_its_request_alone(compiler: LLGuidance) -> None:
     core = make_core(compiler)
     wrong = make_request("wrong", StructuredOutputsParams(regex="("))
     core.add(wrong)
@@ -280,7 +282,7 @@ def test_a_form_that_cannot_be_compiled_ends_its_request_alone(compiler: LLGuida
 
 
 def test_a_compiler_that_breaks_ends_its_request_alone() -> None:
-    def broken(form: StructuredOutputsParams) -> Grammar:
+    def broken(structure: StructuredOutputsParams) -> Grammar:
         raise RuntimeError("a bug")
 
     core = make_core(broken)
@@ -313,7 +315,7 @@ def test_a_dead_end_is_told_and_emits_nothing_more(compiler: LLGuidance) -> None
     assert core.scheduler.kv_usage == 0
 
 
-def test_only_the_form_says_when_it_ends(compiler: LLGuidance) -> None:
+def test_only_the_structure_says_when_it_ends(compiler: LLGuidance) -> None:
     core = make_core(compiler)
     request = make_request("r", StructuredOutputsParams(choice=["ab"]), min_tokens=9, ignore_eos=True)
     core.add(request)
@@ -321,7 +323,7 @@ def test_only_the_form_says_when_it_ends(compiler: LLGuidance) -> None:
     assert (text(request), request.status) == ("ab", RequestStatus.FINISHED_STOPPED)
 
 
-def test_a_preempted_request_goes_on_in_its_form(compiler: LLGuidance) -> None:
+def test_a_preempted_request_goes_on_in_its_structure(compiler: LLGuidance) -> None:
     """Two of them in a pool too small for both."""
     config = EngineConfig(
         num_gpu_blocks_override=9, block_size=4, max_num_batched_tokens=16, max_num_seqs=4, max_model_len=32
@@ -342,23 +344,25 @@ def test_a_preempted_request_goes_on_in_its_form(compiler: LLGuidance) -> None:
 def test_equal_forms_are_compiled_once(compiler: LLGuidance) -> None:
     asked: list[StructuredOutputsParams] = []
 
-    def counted(form: StructuredOutputsParams) -> Grammar:
-        asked.append(form)
-        return compiler(form)
+    def counted(structure: StructuredOutputsParams) -> Grammar:
+        asked.append(structure)
+        return compiler(structure)
 
     grammars = Grammars(counted)
-    forms = [StructuredOutputsParams(json={"const": i}) for i in range(MAX_CACHED_GRAMMARS + 1)]
-    requests = [make_request(str(i), forms[i % 2]) for i in range(6)]
+    structures = [StructuredOutputsParams(json={"const": i}) for i in range(MAX_CACHED_GRAMMARS + 1)]
+    requests = [make_request(str(i), structures[i % 2]) for i in range(6)]
     for request in requests:
         grammars.start(request)
     grammars.wait()
-    assert sorted(str(form.json) for form in asked) == sorted(str(form.json) for form in forms[:2])
+    assert sorted(str(structure.json) for structure in asked) == sorted(
+        str(structure.json) for structure in structures[:2]
+    )
     assert all(request.gate is not None and request.gate.ready() for request in requests)
     assert len({id(request.grammar) for request in requests}) == 6
-    for form in forms[1:]:
-        grammars.start(make_request("r", form))
+    for structure in structures[1:]:
+        grammars.start(make_request("r", structure))
     grammars.wait()
-    grammars.start(make_request("r", forms[0]))  # forgotten by now
+    grammars.start(make_request("r", structures[0]))  # forgotten by now
     grammars.wait()
     assert len(asked) == MAX_CACHED_GRAMMARS + 2
 
@@ -366,7 +370,7 @@ def test_equal_forms_are_compiled_once(compiler: LLGuidance) -> None:
 def test_what_failed_is_tried_again(compiler: LLGuidance) -> None:
     outcomes = iter((MemoryError("full"), compiler(ANYTHING)))
 
-    def flaky(form: StructuredOutputsParams) -> Grammar:
+    def flaky(structure: StructuredOutputsParams) -> Grammar:
         outcome = next(outcomes)
         if isinstance(outcome, Exception):
             raise outcome

@@ -16,7 +16,7 @@ import pytest
 from serving_kit import HTTP, Server, make_model, serving
 
 from engine.cache import FetchError
-from engine.llm import LLM, Completion
+from engine.llm import LLM, Completion, PromptError
 from engine.models.bundled import fetch_bundled
 from engine.request import SamplingParams, StructuredOutputsParams
 
@@ -45,7 +45,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-FORMS: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
+STRUCTURES: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
     "json": ({"json": SCHEMA, "disable_any_whitespace": True}, is_json),
     "regex": ({"regex": REGEX}, re.compile(REGEX).fullmatch),
     "choice": ({"choice": CHOICES}, CHOICES.__contains__),
@@ -93,16 +93,17 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def generate(model: Path, flags: dict[str, Any], seeds: int) -> list[tuple[str, Completion]]:
-    """Every form by every way of sampling by ``seeds`` seeds, together; each with its form's name."""
+    """Every structure by every way of sampling by ``seeds`` seeds, together; each with its structure's
+    name."""
     llm = LLM(str(model), load_format="dummy", **{"max_num_seqs": 16, **flags})
     asked = [
         (
             name,
             SamplingParams(
-                **sampling, seed=seed, max_tokens=200, structured_outputs=StructuredOutputsParams(**form)
+                **sampling, seed=seed, max_tokens=200, structured_outputs=StructuredOutputsParams(**structure)
             ),
         )
-        for name, (form, _) in FORMS.items()
+        for name, (structure, _) in STRUCTURES.items()
         for sampling in SAMPLING.values()
         for seed in range(seeds)
     ]
@@ -119,7 +120,7 @@ def plain(model: Path) -> list[tuple[str, Completion]]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_every_answer_has_its_form(
+def test_every_answer_has_its_structure(
     model: Path, plain: list[tuple[str, Completion]], engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And is the same, whatever the engine does beneath."""
@@ -127,33 +128,35 @@ def test_every_answer_has_its_form(
     answers = plain if engine == "plain" else generate(model, ENGINES[engine], 2)
     for name, answer in answers:
         if answer.finish_reason == "stop":
-            assert FORMS[name][1](answer.text), (name, answer.text)
+            assert STRUCTURES[name][1](answer.text), (name, answer.text)
     assert sum(answer.finish_reason == "stop" for _, answer in answers) >= 0.9 * len(answers)
     assert [answer.text for _, answer in answers] == [answer.text for _, answer in plain]
     if engine == "preempting":
         assert sum(answer.num_preemptions for _, answer in answers) > 0
 
 
-def test_logprobs_are_of_what_the_form_leaves(model: Path) -> None:
+def test_logprobs_are_of_what_the_structure_leaves(model: Path) -> None:
     llm = LLM(str(model), load_format="dummy")
-    form = StructuredOutputsParams(choice=["ab", "cd"])
-    (answer,) = llm.generate(["x"], SamplingParams(temperature=0.0, logprobs=3, structured_outputs=form))
+    structure = StructuredOutputsParams(choice=["ab", "cd"])
+    (answer,) = llm.generate(["x"], SamplingParams(temperature=0.0, logprobs=3, structured_outputs=structure))
     assert answer.logprobs is not None
     first, second, end = answer.logprobs
     assert {chr(token) for token, value in first.top if value > -1e9} == {"a", "c"}
     assert second.logprob == end.logprob == 0.0
 
 
-def test_stop_strings_cut_a_form_short(model: Path) -> None:
+def test_stop_strings_cut_a_structure_short(model: Path) -> None:
     llm = LLM(str(model), load_format="dummy")
-    form = StructuredOutputsParams(choice=["one. two. three."])
-    (answer,) = llm.generate(["x"], SamplingParams(max_tokens=50, stop=(" two",), structured_outputs=form))
+    structure = StructuredOutputsParams(choice=["one. two. three."])
+    (answer,) = llm.generate(
+        ["x"], SamplingParams(max_tokens=50, stop=(" two",), structured_outputs=structure)
+    )
     assert (answer.text, answer.finish_reason, answer.stop_reason) == ("one.", "stop", " two")
 
 
-def test_a_wrong_form_is_told_offline(model: Path) -> None:
+def test_a_wrong_structure_is_told_offline(model: Path) -> None:
     llm = LLM(str(model), load_format="dummy")
-    with pytest.raises(ValueError, match="unclosed group"):
+    with pytest.raises(PromptError, match="unclosed group"):
         llm.generate(["x"], SamplingParams(structured_outputs=StructuredOutputsParams(regex="(")))
     assert not llm.core.has_unfinished
 
@@ -211,32 +214,32 @@ def test_any_json_object(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
-    ("form", "words"),
+    ("structure", "words"),
     [
         ({"regex": "("}, "unclosed group"),
         ({"json": {"type": "wrong"}}, "Invalid type"),
         ({"choice": ["né"]}, "tokens cannot write"),
     ],
 )
-def test_a_form_that_does_not_work_is_the_clients_fault(
-    server: Server, form: dict[str, Any], words: str, stream: bool
+def test_a_structure_that_does_not_work_is_the_clients_fault(
+    server: Server, structure: dict[str, Any], words: str, stream: bool
 ) -> None:
-    body = {"prompt": "x", "stream": stream, "structured_outputs": form}
+    body = {"prompt": "x", "stream": stream, "structured_outputs": structure}
     response = HTTP.post(f"{server.url}/v1/completions", json=body)
     # In a stream, what goes wrong after the first token can only be an event.
-    assert response.status_code == 400 or (stream and "choice" in form)
+    assert response.status_code == 400 or (stream and "choice" in structure)
     assert response.text.replace(" ", "").count('"code":400') == 1
     assert words in response.text
 
 
 def test_many_forms_at_once_beside_free_requests(server: Server) -> None:
     def ask(number: int) -> None:
-        name = list(FORMS)[number % len(FORMS)]
-        form, holds = FORMS[name]
+        name = list(STRUCTURES)[number % len(STRUCTURES)]
+        structure, holds = STRUCTURES[name]
         free = number % 5 == 0
         body = {"prompt": f"{number}", "seed": number, "max_tokens": 300}
         if not free:
-            body["structured_outputs"] = form
+            body["structured_outputs"] = structure
         choice = HTTP.post(f"{server.url}/v1/completions", json=body).json()["choices"][0]
         assert free or choice["finish_reason"] == "length" or holds(choice["text"])
 
