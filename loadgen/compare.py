@@ -148,6 +148,7 @@ def compare(
     stop: threading.Event | None = None,
     b_schedule_for: Callable[[int], Schedule] | None = None,
     restart: bool = False,
+    enough: Callable[[Sequence[Pair]], bool] = lambda pairs: False,
 ) -> Comparison:
     """Run configs ``a`` and ``b`` in pairs, one pair a seed, in the order AB BA AB …, and compare them.
 
@@ -158,6 +159,8 @@ def compare(
     else they are restarted in turn, which takes a start a pair. ``time_limit`` in seconds: no pair is begun
     that would probably exceed it (two are made in any case). ``progress`` is called before each run with
     (runs done, runs planned, what comes). ``stop`` ends early; the pair in progress is dropped.
+    ``enough`` is asked after every pair whether those so far will do; whoever asks holds the error of looking
+    several times.
     ``bounds`` are those of goodput. A metric may name a class: ``ttft_p95{class=short}``.
 
     Raises TargetFailed, whose ``side`` says which config, and KeyError for an unknown metric or class.
@@ -190,8 +193,10 @@ def compare(
             if stop.is_set():
                 break
             pairs.append(Pair(seed, runs["a"], runs["b"]))
+            if enough(pairs):
+                break
     notes = [sides.note] if sides.note else []
-    if len(pairs) < len(seeds):
+    if len(pairs) < len(seeds) and not (pairs and enough(pairs)):
         why = "interrupted" if stop.is_set() else "out of time"
         notes.append(f"{why} after {len(pairs)} of {len(seeds)} pairs")
     result = compare_runs(

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.tuner.noise import Noise, NoiseSample, Offsets
+from benchmarks.tuner.noise import Noise, Offsets
 from benchmarks.tuner.tables import Entry, Table
-from servers.slo.bounds import Bound
+from servers.slo.bounds import COUNTS, Bound
 from tuner.runs.load import SHORT_SHARE
 from tuner.runs.result import Measurement, Reading
-from tuner.study.confirmation import Pooled
 
 FRESH_RUNS = 8
 """On which a recommendation is judged in the end; those of a confirmation are others."""
@@ -67,32 +66,36 @@ class World:
         }
         return Measurement(readings, window)
 
-    def fresh(self, flags: Mapping[str, Any], runs: int) -> Pooled:
-        """``runs`` new runs of a config together, which cost nothing here."""
+    def fresh(self, flags: Mapping[str, Any], runs: int) -> list[Measurement]:
+        """``runs`` new runs of a config, which cost nothing here."""
         entry = self.table.entry(flags)
-        samples = [self._noise.sample(self._rng, self._closed) for _ in range(runs)]
-        left_out = (self._pooled(entry, [*samples[:k], *samples[k + 1 :]]) for k in range(runs))
-        return Pooled(self._pooled(entry, samples), tuple(left_out) if runs > 1 else ())
+        return [self._fresh_run(entry) for _ in range(runs)]
 
-    def _pooled(self, entry: Entry, samples: list[NoiseSample]) -> Measurement:
-        """The geometric mean, which a percentile of samples together comes close to."""
-        readings, requests = {}, self._requests(entry)
-        for name, value in entry.figures.items():
-            offsets = [d.shrink(requests) * d.whole[name].value for d in samples if name in d.whole]
-            mean = sum(offsets) / len(offsets) if offsets else 0.0
-            n = sum(d.whole[name].n for d in samples if name in d.whole)
-            readings[name] = Reading(value * math.exp(mean), n)
-        return Measurement(readings, len(samples) * self.problem.run_seconds)
+    def _fresh_run(self, entry: Entry) -> Measurement:
+        sample = self._noise.sample(self._rng, self._closed)
+        shrink = sample.shrink(self._requests(entry))
+        return self._measurement(entry, sample.whole, shrink, self.problem.run_seconds)
 
     def misses(self, flags: Mapping[str, Any]) -> bool:
         """Whether a config misses its SLO on fresh runs, of it and of the baseline."""
         if self.table.entry(flags).crash:
             return True
         baseline, candidate = (
-            self.fresh(config, FRESH_RUNS).whole for config in (self.problem.baseline, flags)
+            together(self.fresh(config, FRESH_RUNS)) for config in (self.problem.baseline, flags)
         )
         bounds = self.problem.slo.resolve(baseline.value)
         return any(v > 0 for v in candidate.violations(bounds).values())
+
+
+def together(runs: Sequence[Measurement]) -> Measurement:
+    """The geometric mean of every figure, and the sum of counts."""
+    readings = {}
+    for name in runs[0].readings:
+        values = [run.readings[name].value for run in runs]
+        positive = name not in COUNTS and all(value > 0 for value in values)
+        value = math.exp(sum(map(math.log, values)) / len(values)) if positive else sum(values)
+        readings[name] = Reading(value, sum(run.readings[name].n for run in runs))
+    return Measurement(readings, sum(run.window for run in runs))
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from typing import Any, NoReturn
 
 import optuna
 
-from benchmarks.tuner.bed import Ledger, Mark, World
+from benchmarks.tuner.bed import Ledger, Mark, World, together
 from benchmarks.tuner.fitted_simulator_problems import profile_of, running
 from benchmarks.tuner.tables import Table
 from loadgen.target import OpenTarget, Target
+from servers.slo.bounds import name_of
 from tuner.runs.interrupts import Interrupts
 from tuner.runs.load import SHORT_SHARE, Traffic
 from tuner.runs.profiling import Profile
@@ -25,7 +26,7 @@ from tuner.search.prior import Prediction, Prior
 from tuner.search.study import Proposal
 from tuner.space.space import Config
 from tuner.study.candidate_confirmation import CandidateConfirmation
-from tuner.study.confirmation import Confirmation, judge
+from tuner.study.confirmation import Confirmation, compared, judge
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
 from tuner.study.trial import Bench, Criteria
@@ -149,7 +150,11 @@ class TableConfirmation(CandidateConfirmation):
                 world.load(entry)
             sides.append(world.fresh(flags, pairs))
         a, b = sides
-        return judge(a, b, self.slo, best.number, baseline.feasible)
+        values = {
+            name_of(metric, cls): ([r.value(metric, cls) for r in a], [r.value(metric, cls) for r in b])
+            for metric, cls in compared(self.slo)
+        }
+        return judge(values, together(a), together(b), self.slo, best.number, baseline.feasible)
 
 
 class Bookkeeper(Observer):

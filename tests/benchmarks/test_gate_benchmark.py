@@ -61,7 +61,7 @@ def pairs() -> list[Pair]:
 
 def test_prolonging_stretches_every_latency_and_moves_no_request() -> None:
     before, after = run(1.0), gate.prolonged(run(1.0), 1.1)
-    for name in ("ttft_p50", "tpot_p50", "itl_p99", "e2e_p50"):
+    for name in ("ttft_p50", "tpot_p50", "itl_es99", "e2e_p50"):
         assert Summary(after).value(name) == pytest.approx(1.1 * Summary(before).value(name), rel=1e-6)
     assert [r.intended for r in after.requests] == [r.intended for r in before.requests]
     assert Summary(after).value("throughput") == Summary(before).value("throughput")

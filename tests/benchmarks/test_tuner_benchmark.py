@@ -27,7 +27,7 @@ from tuner.runs.result import TrialResult
 from tuner.runs.scrape import ServerFigures
 
 PROBLEM = Problem(
-    "made up", "simulated:h100", "8B", "chat", "itl_p99<60ms,ttft_p95<1s",
+    "made up", "simulated:h100", "8B", "chat", "itl_es99<60ms,ttft_es95<1s",
     {
         TOKENS: (256, 512, 1024, 2048, 4096, 8192),
         SEQS: (16, 32, 64, 128),
@@ -42,10 +42,10 @@ def entry(tokens: int, seqs: int) -> Entry:
     """ITL grows with the budget, goodput with both; 1024 tokens are the most that are feasible."""
     goodput = 10 / (1 + 200 / tokens + 8 / seqs)
     figures = {
-        "itl_p99": 0.02 + 3.5e-5 * tokens,
+        "itl_es99": 0.02 + 3.5e-5 * tokens,
         "itl_p50": 0.02,
         "ttft_p50": 0.1,
-        "ttft_p95": 0.3,
+        "ttft_es95": 0.3,
         "goodput": goodput,
         "throughput": 100 * goodput,
         "failed": 0.0,
@@ -67,7 +67,7 @@ def noise(spread: float) -> Noise:
         for sign in (-1, 0, 1):
             figures = {
                 name: [value * (1 + sign * spread), 100, value * (1 - spread), None]
-                for name, value in (("itl_p99", 0.05), ("ttft_p95", 0.3), ("goodput", 8.0))
+                for name, value in (("itl_es99", 0.05), ("ttft_es95", 0.3), ("goodput", 8.0))
             }
             figures["completed"] = [200, 200, None, None]
             rows.append({"setting": setting, "short": figures, "whole": figures})
@@ -144,14 +144,14 @@ def test_a_prior_is_off_by_as_much_as_it_says() -> None:
 
 def test_noise_is_relative_to_the_medians_and_keeps_intervals(table: Table) -> None:
     world = World(table, noise(0.2), seed=0)
-    truth = table.entry(PROBLEM.baseline).figures["itl_p99"]
+    truth = table.entry(PROBLEM.baseline).figures["itl_es99"]
     seen = {
-        round(world.measurements(table.entry(PROBLEM.baseline))[1].value("itl_p99") / truth, 6)
+        round(world.measurements(table.entry(PROBLEM.baseline))[1].value("itl_es99") / truth, 6)
         for _ in range(40)
     }
     assert seen == {0.8, 1.0, 1.2}
     short, _ = world.measurements(table.entry(PROBLEM.baseline))
-    reading = short.reading("itl_p99")
+    reading = short.reading("itl_es99")
     assert reading.low <= reading.value * 1.01
     assert math.isnan(reading.high), "that repeat had no upper end"
     assert short.value("failed") == 0.0

@@ -14,7 +14,6 @@ from tuner.study.cost import SPENT_ON
 from tuner.study.loads import Advice
 from tuner.study.optimize import Optimizer
 from tuner.study.outcome import Outcome
-from tuner.study.presimulation import describe_forecasts
 from tuner.study.regression import Recommendation, compare_with, recommendation
 
 MAX_ASKED = 16
@@ -59,23 +58,8 @@ def report_facts(optimizer: Optimizer, outcome: Outcome, advice: Advice | None =
         advice=advice,
         predictions=predictions,
         prior=prior,
-        presimulated=_presimulated(optimizer),
         spent_on=optimizer.record.user_attrs.get(SPENT_ON, {}),
     )
-
-
-def _presimulated(optimizer: Optimizer) -> str:
-    """How the trials' configs fared, as far as they were presimulated."""
-    presimulation = optimizer.presimulation
-    if presimulation is None:
-        return ""
-    found = {
-        r.number: presimulation.known(r.config)
-        for r in optimizer.study.results
-        if r.request_set == 0 and r.status == "measured"
-    }
-    forecasts = {number: forecast for number, forecast in found.items() if forecast is not None}
-    return describe_forecasts(forecasts) if forecasts else ""
 
 
 def _predictions(optimizer: Optimizer, outcome: Outcome) -> tuple[dict[str, dict[str, float]], str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from tuner.runs.result import TrialResult
 
-AXES: Mapping[str, int] = {"itl_p99": 1, "ttft_p95": 1, "throughput": -1}
+AXES: Mapping[str, int] = {"itl_es99": 1, "ttft_es95": 1, "throughput": -1}
 """Metric -> 1 where less is better, -1 where more is."""
 
 

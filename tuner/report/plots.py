@@ -41,13 +41,13 @@ def distributions(metric: str, sides: Mapping[str, Distribution]) -> go.Figure:
 
 
 def trade_off(results: Sequence[TrialResult], space: Space, front: Front) -> go.Figure:
-    """Every measured config: ITL P99 against throughput, the front of what can be had and its knee marked."""
+    """Every measured config: the tail of ITL against throughput, the Pareto front and its knee marked."""
     figure = go.Figure()
     for group, colour in COLOURS.items():
         members = [r for r in results if _group(r) == group and r.measurement]
         itl, throughput = (
             [r.measurement.reading(metric) for r in members if r.measurement]
-            for metric in ("itl_p99", "throughput")
+            for metric in ("itl_es99", "throughput")
         )
         figure.add_scatter(
             x=[1e3 * one.value for one in itl],
@@ -67,14 +67,15 @@ def trade_off(results: Sequence[TrialResult], space: Space, front: Front) -> go.
         ("its knee", "diamond-open", [r for r in front.trials if r.number == front.knee]),
     ):
         figure.add_scatter(
-            x=[1e3 * r.measurement.value("itl_p99") for r in members if r.measurement],
+            x=[1e3 * r.measurement.value("itl_es99") for r in members if r.measurement],
             y=[r.measurement.value("throughput") for r in members if r.measurement],
             text=[_about(r, space) for r in members],
             mode="markers",
             name=name,
             marker={"color": "#1f2933", "size": 16, "symbol": symbol, "line": {"width": 2}},
         )
-    return _dress(figure, "Trade-off: each config (star: your own)", "ITL P99, ms", "throughput, tok/s")
+    axes = map(axis_title, ("itl_es99", "throughput"))
+    return _dress(figure, "Trade-off: each config (star: your own)", *axes)
 
 
 def history(results: Sequence[TrialResult], slo: Slo) -> go.Figure:

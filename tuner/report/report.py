@@ -36,7 +36,7 @@ from tuner.search.repeats import joined
 from tuner.space.space import Space, describe_changes, render_value
 from tuner.study.cost import Item, cost
 from tuner.study.loads import Advice
-from tuner.study.outcome import Outcome, describe_trial, label
+from tuner.study.outcome import Outcome, describe_trial, label, shown_figures
 from tuner.study.regression import KEY, Recommendation, Regression, show
 
 SCHEMA = "vtune.report/1"
@@ -79,8 +79,6 @@ class Facts:
     """What a simulation said: config's key -> metric's name -> value."""
     prior: str = ""
     """Where the predictions come from."""
-    presimulated: str = ""
-    """How the trials' configs fared in a presimulation of the confirmation."""
     spent_on: Mapping[str, float] = field(default_factory=dict)
     """Seconds beside the trials', by purpose (see tuner.study.cost)."""
 
@@ -112,7 +110,6 @@ class Facts:
             "load": self.load,
             "profile": self.profile,
             "plan": self.plan,
-            "presimulated": self.presimulated,
             "seconds": self.seconds,
             "target": self.target,
             "estimate": self.estimate,
@@ -296,6 +293,7 @@ def _values(facts: Facts, data: Mapping[str, Any]) -> dict[str, Any]:
         "examined": [r for r in facts.results if (r.findings or r.unexamined) and r.status != "duplicate"],
         "changes_of": lambda result: describe_changes(facts.space.changes(result.config)) or "none",
         "label": label,
+        "shown": shown_figures(facts.slo),
         "show": format_value,
         "reading": show,
         "word": render_value,
@@ -313,7 +311,7 @@ def _trial_row(result: TrialResult, facts: Facts) -> dict[str, Any]:
         else "infeasible"
         if result.status == "measured" and result.judged
         else result.status,
-        **{name: show(name, readings(name)) for name in ("itl_p99", "ttft_p95", "throughput")},
+        "figures": [show(name, readings(name)) for name in shown_figures(facts.slo)],
         "kv_tokens": "" if result.kv_tokens is None else f"{result.kv_tokens:,}",
         "seconds": f"{result.seconds['total']:.0f}" if "total" in result.seconds else "",
         "findings": [f.id for f in result.findings if f.suppressed_by is None and f.severity != "info"],

@@ -20,16 +20,20 @@ from tuner.runs.result import Measurement, Reading
 ALWAYS = (
     "itl_p50",
     "itl_p99",
+    "itl_es99",
     "inter_chunk_p99",
     "ttft_p50",
     "ttft_p95",
+    "ttft_es95",
     "tpot_p50",
+    "max_stall_mean",
     "max_stall_p99",
     "e2e_p95",
 )
 """Latencies that every report shows, whatever the SLO."""
 SHOWN_RATES = ("throughput", "request_rate", "goodput")
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
+SHORTFALLS = {"es95": 0.95, "es99": 0.99}
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,9 @@ def _reading(pools: _Pools, metric: str, cls: str | None) -> Reading:
     samples = pools[family, cls]
     if statistic == "mean":
         return Reading(samples.mean(), samples.count)
+    if statistic in SHORTFALLS:
+        share = SHORTFALLS[statistic]
+        return Reading(samples.shortfall(share), samples.count, *samples.shortfall_interval(share))
     quantile = QUANTILES[statistic]
     return Reading(samples.rank(quantile), samples.count, *samples.interval(quantile))
 

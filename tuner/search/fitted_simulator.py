@@ -40,7 +40,7 @@ from loadgen.target import TargetFailed
 from loadgen.targets.model_shape import Shape
 from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError, fitted_target
 from servers.memory_plan import MemoryPlan
-from servers.slo.bounds import LATENCIES, RATES, family_of, name_of
+from servers.slo.bounds import LATENCIES, RATES, family_of
 from servers.slo.objective import Slo
 from tuner.runs.load import span
 from tuner.runs.measure import Run, measure
@@ -80,9 +80,6 @@ EXACT_LOG_SD, ROUGH_LOG_SD = 0.03, 0.05
 """By how much (in logarithm) a median or a rate, and any other figure, may be off and is reproduced."""
 DIFFERENCE_STEP, MAX_EVALUATIONS = 0.1, 8
 """By how much (in logarithm) a coefficient is moved to see what it does; and how often all are at most."""
-MAX_LOG_ERROR = 0.15
-"""How close a fit must come to the SLO's figures for a confirmation to be simulated on it: it knows nothing
-of what makes runs differ, so that its intervals are too narrow for more."""
 MAX_KV_TOKENS = 10_000_000
 """Of a KV pool that no load of a study fills: a larger one changes nothing, but takes long to make."""
 MAX_RESIDUAL = 3.0
@@ -117,18 +114,13 @@ class FittedSimulator:
 
     def describe(self) -> str:
         ms = {name: f"{value * 1e3:.3g} ms" for name, value in self.coefficients.items()}
-        error = self.errors.get("itl_p99", math.nan)
-        off = "" if math.isnan(error) else f"; its own ITL P99 is off by {abs(math.expm1(error)):.0%}"
+        error = self.errors.get("itl_es99", math.nan)
+        off = "" if math.isnan(error) else f"; its own ITL ES99 is off by {abs(math.expm1(error)):.0%}"
         pool = "" if self.memory else "; all configs with the same KV pool"
         return (
             f"{ms['per_token']} per prompt token, {ms['launch']} per step and at least {ms['weights']} for "
             f"its tokens, {ms['per_row']} per request{off}{pool}"
         )
-
-    def faithful(self, slo: Slo) -> bool:
-        """Whether it misses no figure of the SLO by more than MAX_LOG_ERROR in the baseline itself."""
-        names = (name_of(metric, cls) for metric, cls in slo.metrics)
-        return all(abs(self.errors.get(name, 0.0)) <= MAX_LOG_ERROR for name in names)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -73,7 +73,7 @@ def starting_points(
     ``concurrency``: requests in service at the baseline, at most. ``pace``: its median ITL, in seconds.
     ``offered``: requests of a closed loop, None for an open one.
     """
-    limits = [bound.limit for bound in slo.bounds if bound.metric == "itl_p99"]
+    limits = [bound.limit for bound in slo.bounds if bound.metric in ("itl_p99", "itl_es99")]
     if limits and (left := WITHIN * min(limits) - pace) > 0:
         tokens = max(round(left * prefill_speed), baseline["max_num_seqs"], 32)
         yield {"max_num_batched_tokens": tokens}, f"start: a step of {tokens} tokens is within the ITL bound"

@@ -106,8 +106,12 @@ class ModelStrategy(Strategy):
         return len(last) == IN_A_ROW and max(last) < PROMISE
 
     def rank(self, history: History) -> list[TrialResult]:
-        """By what the models expect of each: those that are likely to hold every bound first."""
-        surrogates = self.surrogates(history)
+        """By what the models expect of each: those that are likely to hold every bound first.
+
+        The models of the measurements alone, here and wherever configs that were measured are compared: a
+        simulation says what to try, never what was found.
+        """
+        surrogates = self.surrogates(history, plain=True)
         if self._ranked is None or self._ranked[0] is not surrogates:
             self._ranked = surrogates, self._rank(history, surrogates)
         return list(self._ranked[1])
@@ -136,10 +140,8 @@ class ModelStrategy(Strategy):
         measured = list({config_key(r.config): r for r in reversed(told)}.values())
         if not measured:
             return []
-        surrogates, x = (
-            self.surrogates(history),
-            self._pools_of(history.space).of(r.config for r in measured).x,
-        )
+        surrogates = self.surrogates(history, plain=True)
+        x = self._pools_of(history.space).of(r.config for r in measured).x
         chances, (costs, deviations) = np.exp(surrogates.log_feasible(x)), surrogates.expected(x)
         changed = np.array([bool(history.space.changes(r.config)) for r in measured])
         chances[~changed] = float(history.baseline is not None and history.baseline.feasible)
@@ -157,7 +159,7 @@ class ModelStrategy(Strategy):
 
     def without_inactive(self, history: History, config: Config) -> Config:
         """One change after the other is left out, where that may cost nothing for all that is known."""
-        space, surrogates = history.space, self.surrogates(history)
+        space, surrogates = history.space, self.surrogates(history, plain=True)
 
         def expected(config: Config) -> tuple[float, float, float]:
             x = encode(space, [config])
@@ -175,7 +177,7 @@ class ModelStrategy(Strategy):
 
     def safer(self, history: History, refused: TrialResult) -> list[TrialResult]:
         """By what the models expect: what differs from the refused one to no effect is no safer."""
-        ranked, surrogates = self.rank(history), self.surrogates(history)
+        ranked, surrogates = self.rank(history), self.surrogates(history, plain=True)
         slack = surrogates.slack(encode(history.space, [refused.config, *(r.config for r in ranked)]))
         return [r for r, own in zip(ranked, slack[1:], strict=True) if own >= slack[0] + SAFER]
 

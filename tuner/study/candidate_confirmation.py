@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.compare import compare
+from loadgen.compare import Pair, compare
 from loadgen.target import TargetFailed
 from servers.slo.objective import Slo
 from tuner.job.job import Job
@@ -17,17 +17,23 @@ from tuner.search.study import Study
 from tuner.space.config import Config
 from tuner.space.space import describe_changes
 from tuner.study.budget import MAX_PAIRS, MIN_PAIRS, Clock, Plan
-from tuner.study.confirmation import Confirmation, assess, record_directory
+from tuner.study.confirmation import (
+    Confirmation,
+    assess,
+    confidence_of,
+    judge_pairs,
+    looks,
+    record_directory,
+)
 from tuner.study.outcome import (
     Outcome,
     as_it_runs,
     better,
     broken,
-    refuted,
     unconfirmed,
+    unproven,
     without_confirmation,
 )
-from tuner.study.presimulation import MOST, Forecast, Presimulation, describe_forecasts
 from tuner.study.trial import Bench, SetupFailed
 
 MAX_CONFIRMED = 3
@@ -47,7 +53,6 @@ class CandidateConfirmation:
     load: Callable[[], Traffic]
     flags: Callable[[Config], Mapping[str, Any]]
     ended: str
-    presimulation: Presimulation | None = None
 
     def outcome(self) -> Outcome:
         """Raises SetupFailed and KeyboardInterrupt."""
@@ -57,7 +62,7 @@ class CandidateConfirmation:
         if not self.bench.target.restartable:
             return as_it_runs(baseline, self.bench.target.name, slo, ended)
         worth = [c for c in study.candidates() if self._worth_confirming(c, baseline)]
-        first = next(iter(self._presimulated(worth)), None)
+        first = next(iter(worth), None)
         if first is None:
             return without_confirmation(study.results, baseline, study.space, slo, ended)
         if baseline.status == "failed":
@@ -69,19 +74,9 @@ class CandidateConfirmation:
             if outcome.kind == "better" or not pairs or not (safer := study.candidates(refused=candidate)):
                 break
             observer.note(f"{outcome.sentence}. There is time for the next best")
-            candidate = self._presimulated(safer)[0]
+            candidate = safer[0]
             outcome = self._confirmed(candidate, baseline, pairs)
         return outcome
-
-    def _presimulated(self, candidates: Sequence[TrialResult]) -> list[TrialResult]:
-        """First those that a simulation expects to come through, where there is one."""
-        if self.presimulation is None:
-            return list(candidates)
-        self.bench.observer.step("simulating the confirmation")
-        forecasts = {r.number: self.presimulation.forecast(r.config) for r in candidates[:MOST]}
-        if forecasts:
-            self.bench.observer.note(describe_forecasts(forecasts))
-        return sorted(candidates, key=lambda r: forecasts.get(r.number, Forecast.REFUSED))
 
     def _first_pairs(self) -> int:
         """Of the first candidate: all that is left of the budget, unless half of it is enough for proof."""
@@ -114,7 +109,7 @@ class CandidateConfirmation:
             return broken(best, space, confirmation, self.ended)
         if confirmation.confirmed:
             return better(best, space, self.slo, confirmation, self.ended)
-        return refuted(best, space, confirmation, self.ended)
+        return unproven(best, space, self.slo, confirmation, self.ended)
 
     def _confirm(self, best: TrialResult, baseline: TrialResult, pairs: int) -> Confirmation | str:
         """Fresh runs of both; a sentence where the best config did not serve them."""
@@ -124,6 +119,16 @@ class CandidateConfirmation:
         self.bench.observer.note(
             f"trial {best.number} against the baseline on {len(seeds)} fresh seeds, in turn: {changes}"
         )
+        seconds = {seed: span(load.confirmation(seed)) for seed in seeds}
+        judged = looks(pairs)
+
+        def settled(done: Sequence[Pair]) -> bool:
+            """Asked after every pair; those of a look are judged."""
+            if len(done) not in judged:
+                return False
+            known = judge_pairs(done, self.slo, seconds, best.number, baseline.feasible, confidence_of(pairs))
+            return known.settled
+
         try:
             with self.bench.interrupts.load() as stop:
                 comparison = compare(
@@ -136,6 +141,7 @@ class CandidateConfirmation:
                     bounds=goodput_bounds(self.slo),
                     progress=self._confirming,
                     stop=stop,
+                    enough=settled,
                 )
         except TargetFailed as failure:
             if failure.environmental or failure.side == "a":
@@ -144,8 +150,7 @@ class CandidateConfirmation:
         for pair in comparison.pairs:
             for side, records in (("before", pair.a), ("after", pair.b)):
                 records.save(self.bench.out / record_directory(best.number, side) / f"{pair.seed}.json")
-        seconds = {seed: span(load.confirmation(seed)) for seed in seeds}
-        return assess(comparison, self.slo, seconds, best.number, baseline.feasible)
+        return assess(comparison, self.slo, seconds, best.number, baseline.feasible, confidence_of(pairs))
 
     def _confirming(self, done: int, planned: int, what: str) -> None:
         self.bench.observer.budget(self.clock.spent, self.job.budget)

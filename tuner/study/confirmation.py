@@ -6,55 +6,26 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
-from scipy.special import stdtrit
-
-from loadgen.compare import Comparison
-from servers.slo.bounds import COUNTS, LATENCIES, Bound, format_value, name_of
+from loadgen.compare import Comparison, Pair
+from loadgen.measure.estimator import Estimate, estimate, run_value
+from loadgen.measure.stats import Summary
+from servers.slo.bounds import COUNTS, Bound, format_value, name_of
 from servers.slo.objective import RelativeBound, Slo
-from tuner.runs.measure import QUANTILES, Run, measure
-from tuner.runs.resample import ratio_interval
+from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, without_nan
 
 MIN_GAIN = 0.05
 """The objective must improve by this much, beside an interval that excludes no improvement."""
+LOOKS = (4, 6, 8, 12)
+"""Numbers of pairs after which a confirmation may end, beside the most that the time affords. The chance of a
+false one is shared out among the looks (Bonferroni): each interval is wider, and all hold together."""
+ERROR = 0.05
+"""Chance that any interval of a confirmation does not hold the truth, over all its looks."""
 GUARD = 0.4
 """So far towards the worse end of its 95 % interval (a chance of 80 % on one side) a bound must still
 be held: what is only just held in these runs is missed in every other ones."""
-
-
-@dataclass(frozen=True)
-class Change:
-    """One metric on fresh runs: pooled over all runs of each side, and the ratio B/A with its interval."""
-
-    metric: str
-    a: float
-    b: float
-    ratio: float
-    low: float
-    high: float
-    n: int
-    """Samples behind ``b``."""
-
-    @property
-    def applies(self) -> bool:
-        """Whether a bound that is relative to ``a`` says anything: not where the load has no such figure."""
-        return not math.isnan(self.a)
-
-    @property
-    def percent(self) -> str:
-        """``-66 %, 95 % interval -72 … -58``."""
-        if math.isnan(self.ratio):
-            return "n/a"
-        if math.isnan(self.low):
-            return f"{100 * (self.ratio - 1):+.0f} %"
-        low, high = (f"{100 * (edge - 1):+.0f}" if edge < 100 else "∞" for edge in (self.low, self.high))
-        return f"{100 * (self.ratio - 1):+.0f} %, 95 % interval {low} … {high}"
-
-    def __str__(self) -> str:
-        return f"{format_value(self.metric, self.a)} -> {format_value(self.metric, self.b)} ({self.percent})"
 
 
 _LOADED = "the fresh loads leave a backlog with both configs: offer less, to see them keep up"
@@ -66,25 +37,32 @@ class Confirmation:
 
     trial: int
     """The candidate's."""
-    changes: tuple[Change, ...]
+    changes: tuple[Estimate, ...]
     problems: tuple[str, ...]
     pairs: int
     together: bool
     notes: tuple[str, ...]
     baseline: Measurement
     candidate: Measurement
+    hopeless: bool = False
+    """No number of further pairs is likely to prove it: a bound is surely missed, or a gain excluded."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether further pairs would change nothing."""
+        return self.confirmed or self.hopeless
 
     @property
     def confirmed(self) -> bool:
         return not self.problems
 
-    def change(self, name: str) -> Change:
-        return next(change for change in self.changes if change.metric == name)
+    def change(self, name: str) -> Estimate:
+        return next(change for change in self.changes if change.figure == name)
 
     def surely_holds(self, bounds: Sequence[RelativeBound]) -> bool:
         """Whether the whole of each one's interval does."""
         changes = ((bound, self.change(bound.metric)) for bound in bounds)
-        return all(holds(b.on_ratio, c.ratio, c.low, c.high, 1.0) for b, c in changes if c.applies)
+        return all(holds(b.on_ratio, c.ratio, c.low, c.high, 1.0) for b, c in changes if applies(c))
 
     def files(self) -> dict[str, Path]:
         """Directory of each side's records, relative to the output directory."""
@@ -100,77 +78,135 @@ def record_directory(trial: int, side: str) -> Path:
 
 
 def assess(
-    comparison: Comparison, slo: Slo, seconds: Mapping[int, float], trial: int, baseline_feasible: bool
+    comparison: Comparison,
+    slo: Slo,
+    seconds: Mapping[int, float],
+    trial: int,
+    baseline_feasible: bool,
+    confidence: float = 0.95,
 ) -> Confirmation:
     """Judge the pairs of a comparison (A: baseline, B: trial ``trial``) by the SLO.
 
-    ``seconds``: the length of each seed's load.
+    ``seconds``: the length of each seed's load. ``confidence``: of every interval.
 
     Where the baseline itself misses the SLO, holding it is what counts, and no gain is asked of the
     objective.
     """
-    a, b = (
-        [Run(getattr(pair, side), seconds[pair.seed]) for pair in comparison.pairs] for side in ("a", "b")
-    )
-    judged = judge_runs(a, b, slo, trial, baseline_feasible)
+    judged = judge_pairs(comparison.pairs, slo, seconds, trial, baseline_feasible, confidence)
     return replace(judged, together=comparison.together, notes=(*comparison.notes, *judged.notes))
 
 
-def judge_runs(
-    a: Sequence[Run], b: Sequence[Run], slo: Slo, trial: int, baseline_feasible: bool
+def judge_pairs(
+    pairs: Sequence[Pair],
+    slo: Slo,
+    seconds: Mapping[int, float],
+    trial: int,
+    baseline_feasible: bool,
+    confidence: float = 0.95,
 ) -> Confirmation:
-    """As :func:`assess`, of runs that belong together two by two."""
-    intervals = _percentile_intervals(slo, a, b)
-    return judge(Pooled.of(a, slo), Pooled.of(b, slo), slo, trial, baseline_feasible, intervals)
+    """As :func:`assess`, of pairs that are done."""
+    a, b = ([Run(getattr(pair, side), seconds[pair.seed]) for pair in pairs] for side in ("a", "b"))
+    summaries = list(zip(*([run.summary(slo) for run in runs] for runs in (a, b)), strict=True))
+    values = {
+        name_of(metric, cls): (
+            [_run_value(own, metric, cls) for own, _ in summaries],
+            [_run_value(theirs, metric, cls) for _, theirs in summaries],
+        )
+        for metric, cls in compared(slo)
+    }
+    return judge(values, measure(a, slo), measure(b, slo), slo, trial, baseline_feasible, confidence)
+
+
+Values = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+"""By figure: what the runs of each side measured, pair by pair."""
 
 
 def judge(
-    a: Pooled,
-    b: Pooled,
+    values: Values,
+    baseline: Measurement,
+    candidate: Measurement,
     slo: Slo,
     trial: int,
     baseline_feasible: bool,
-    intervals: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+    confidence: float = 0.95,
 ) -> Confirmation:
-    """As :func:`assess`, of runs that are pooled already. ``intervals``: of the logarithm of the ratio, where
-    the samples gave one; else the pools without each pair do.
-    """
-    changes = {name: _change(name, a, b, intervals.get(name)) for name in compared_metrics(slo)}
-    left = _left_by_the_load(slo, a, b) if baseline_feasible else None
-    problems = [_missed(bound, b) for bound in slo.bounds if bound is not left]
-    problems += [
-        _worse(bound, changes[bound.metric]) for bound in slo.relative if changes[bound.metric].applies
+    """As :func:`assess`, of figures that are measured already. ``baseline`` and ``candidate``: of all runs of
+    each side together."""
+    changes = {
+        name: Estimate(name, len(b), baseline.readings[name].value, candidate.readings[name].value)
+        if name in COUNTS
+        else estimate(name, a, b, confidence)
+        for name, (a, b) in values.items()
+    }
+    left = _left_by_the_load(slo, baseline, candidate) if baseline_feasible else None
+    problems = [
+        _missed(bound, candidate, values[bound.name][1], confidence)
+        for bound in slo.bounds
+        if bound is not left
     ]
+    problems += [_worse(b, changes[b.metric]) for b in slo.relative if applies(changes[b.metric])]
     if baseline_feasible:
         problems.append(_no_gain(slo, changes[slo.objective.name]))
     return Confirmation(
         trial=trial,
         changes=tuple(changes.values()),
         problems=tuple(problem for problem in problems if problem),
-        pairs=max(1, len(a.without)),
+        pairs=max(len(b) for _, b in values.values()),
         together=True,
         notes=(_LOADED,) if left else (),
-        baseline=a.whole,
-        candidate=b.whole,
+        baseline=baseline,
+        candidate=candidate,
+        hopeless=_hopeless(slo, changes, candidate, left, baseline_feasible),
     )
 
 
-@dataclass(frozen=True)
-class Pooled:
-    """One side's runs measured together, and together without each of them in turn."""
+def looks(most: int) -> tuple[int, ...]:
+    """After how many pairs a confirmation of at most so many is judged."""
+    return (*(pairs for pairs in LOOKS if pairs < most), most)
 
-    whole: Measurement
-    without: tuple[Measurement, ...]
 
-    @classmethod
-    def of(cls, runs: Sequence[Run], slo: Slo) -> Pooled:
-        left_out = (measure([*runs[:k], *runs[k + 1 :]], slo) for k in range(len(runs)))
-        return cls(measure(runs, slo), tuple(left_out) if len(runs) > 1 else ())
+def confidence_of(most: int) -> float:
+    """Of each interval of a confirmation of at most so many pairs."""
+    return 1 - ERROR / len(looks(most))
+
+
+def _hopeless(
+    slo: Slo,
+    changes: Mapping[str, Estimate],
+    candidate: Measurement,
+    left: Bound | None,
+    baseline_feasible: bool,
+) -> bool:
+    """Whether requests failed, a bound is missed by the whole of its interval, or a gain that counts is
+    beyond the better end of its own."""
+    failed = any(
+        bound.violation(candidate.value(bound.metric)) > 0
+        for bound in slo.bounds
+        if bound.metric in COUNTS and bound is not left
+    )
+    missed = any(
+        change.has_ratio and bound.on_ratio.violation(change.low if bound.op == "<=" else change.high) > 0
+        for bound in slo.relative
+        for change in [changes[bound.metric]]
+    )
+    main = changes[slo.objective.name]
+    none = baseline_feasible and main.has_ratio and _gain(slo, main.low, main.high) < MIN_GAIN
+    return failed or missed or none
+
+
+def _gain(slo: Slo, low: float, high: float) -> float:
+    """The larger gain of two ratios."""
+    return 1 - low if slo.objective.direction == "minimize" else high - 1
+
+
+def applies(change: Estimate) -> bool:
+    """Whether a bound relative to the baseline says anything: not where the load has no such figure."""
+    return not math.isnan(change.a)
 
 
 def compared(slo: Slo) -> list[tuple[str, str | None]]:
-    """(metric, class): the objective first, then what the SLO bounds, then what everybody asks about."""
-    always = ("itl_p50", "itl_p99", "ttft_p50", "ttft_p95", "throughput")
+    """(metric, class): the objective first, then what the SLO bounds, then what users ask about first."""
+    always = ("itl_es99", "itl_p50", "itl_p99", "max_stall_mean", "ttft_p50", "ttft_p95", "throughput")
     return list(dict.fromkeys([*slo.metrics, *((metric, None) for metric in always)]))
 
 
@@ -178,75 +214,42 @@ def compared_metrics(slo: Slo) -> list[str]:
     return [name_of(metric, cls) for metric, cls in compared(slo)]
 
 
-def _percentile_intervals(slo: Slo, a: Sequence[Run], b: Sequence[Run]) -> dict[str, tuple[float, float]]:
-    """By name, of every percentile that is compared."""
-    summaries = [[run.summary(slo) for run in runs] for runs in (a, b)]
-    found = {}
-    for metric, cls in compared(slo):
-        family, _, statistic = metric.rpartition("_")
-        present = all(cls is None or cls in summary.classes for side in summaries for summary in side)
-        if family in LATENCIES and statistic in QUANTILES and present:
-            samples = ([summary.distribution(family, cls) for summary in side] for side in summaries)
-            pairs = list(zip(*samples, strict=True))
-            found[name_of(metric, cls)] = ratio_interval(pairs, QUANTILES[statistic])
-    return found
+def words(change: Estimate) -> str:
+    """``412 ms -> 138 ms (-66 % [-72, -58])``."""
+    metric = change.figure.partition("{")[0]
+    percent = change.percent if change.has_ratio else "n/a"
+    return f"{format_value(metric, change.a)} -> {format_value(metric, change.b)} ({percent})"
 
 
-def _change(name: str, a: Pooled, b: Pooled, interval: tuple[float, float] | None = None) -> Change:
-    """Pooled values of both sides, and their ratio where there is one."""
-    reading = b.whole.readings[name]
-    values = (a.whole.readings[name].value, reading.value)
-    pairs = [
-        values,
-        *(
-            (x.readings[name].value, y.readings[name].value)
-            for x, y in zip(a.without, b.without, strict=True)
-        ),
-    ]
-    if name in COUNTS or not all(0 < value < math.inf for pair in pairs for value in pair):
-        return Change(name, *values, math.nan, math.nan, math.nan, reading.n)
-    whole, *left_out = (math.log(y / x) for x, y in pairs)
-    low, high = interval or _jackknife(whole, left_out)
-    return Change(name, *values, math.exp(whole), math.exp(low), math.exp(high), reading.n)
+def _run_value(summary: Summary, metric: str, cls: str | None) -> float:
+    """NaN for a class that the run does not have."""
+    return run_value(summary, metric, cls) if cls is None or cls in summary.classes else math.nan
 
 
-def _jackknife(whole: float, left_out: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Interval of a statistic from its values without each pair: Student's t on Tukey's pseudo-values.
-
-    The unit is the pair of runs, as it must be. For rates and means, which change smoothly with each pair.
-    """
-    n = len(left_out)
-    if n < 2:
-        return -math.inf, math.inf
-    pseudo = [n * whole - (n - 1) * value for value in left_out]
-    mean = sum(pseudo) / n
-    error = math.sqrt(sum((value - mean) ** 2 for value in pseudo) / (n - 1) / n)
-    margin = float(stdtrit(n - 1, (1 + confidence) / 2)) * error
-    return whole - margin, whole + margin
-
-
-def _left_by_the_load(slo: Slo, a: Pooled, b: Pooled) -> Bound | None:
+def _left_by_the_load(slo: Slo, baseline: Measurement, candidate: Measurement) -> Bound | None:
     """The bound on the backlog, where these loads, unlike the trials', leave the baseline as much of one:
     then arrivals are to blame, and not the candidate."""
     bound = next((bound for bound in slo.bounds if bound.metric == "backlog" and not bound.cls), None)
     if bound is None:
         return None
-    own, theirs = (pooled.whole.value(bound.metric) for pooled in (a, b))
+    own, theirs = (side.value(bound.metric) for side in (baseline, candidate))
     return bound if bound.violation(own) > 0 and theirs <= own else None
 
 
-def _missed(bound: Bound, b: Pooled) -> str:
-    value, *others = (m.value(bound.metric, bound.cls) for m in (b.whole, *b.without))
-    low = high = math.nan
-    if bound.metric not in COUNTS and all(0 < each < math.inf for each in (value, *others)):
-        low, high = map(math.exp, _jackknife(math.log(value), [math.log(other) for other in others]))
+def _missed(bound: Bound, candidate: Measurement, values: Sequence[float], confidence: float) -> str:
+    """Counts are held by all runs together, other figures by the middle of the runs and its interval."""
+    value, low, high = candidate.value(bound.metric, bound.cls), math.nan, math.nan
+    if bound.metric not in COUNTS:
+        alone = estimate(bound.name, [1.0] * len(values), values, confidence)
+        if alone.has_ratio:
+            value, low, high = alone.b, alone.low, alone.high
     doubt = _doubt(bound, value, low, high)
     return doubt and f"{bound.name} is {format_value(bound.metric, value)}, the SLO asks for {bound}{doubt}"
 
 
-def _worse(bound: RelativeBound, change: Change) -> str:
+def _worse(bound: RelativeBound, change: Estimate) -> str:
     doubt = _doubt(bound.on_ratio, change.ratio, change.low, change.high)
-    return doubt and f"{change.metric} {change}, the SLO asks for {bound.op} {bound.note}{doubt}"
+    return doubt and f"{change.figure} {words(change)}, the SLO asks for {bound.op} {bound.note}{doubt}"
 
 
 def _doubt(bound: Bound, value: float, low: float, high: float) -> str:
@@ -266,10 +269,10 @@ def holds(bound: Bound, value: float, low: float, high: float, share: float) -> 
     return bound.violation(value) <= 0
 
 
-def _no_gain(slo: Slo, change: Change) -> str:
+def _no_gain(slo: Slo, change: Estimate) -> str:
     """Why the objective's gain is not proven; "" when it is."""
     lower = slo.objective.direction == "minimize"
     gain, worst = (1 - change.ratio, 1 - change.high) if lower else (change.ratio - 1, change.low - 1)
     if worst > 0 and gain >= MIN_GAIN:
         return ""
-    return f"{change.metric} {change}: no proven gain of {100 * MIN_GAIN:g} % or more"
+    return f"{change.figure} {words(change)}: no proven gain of {100 * MIN_GAIN:g} % or more"

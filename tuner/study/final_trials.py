@@ -1,17 +1,12 @@
-"""The last trials of a search: what the best config needs, what is sure on other loads, what is too close."""
+"""The last trials of a search: what the best config needs, and what is too close to tell."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from tuner.search.study import Study
 from tuner.study.budget import MAX_PAIRS, Clock, Plan
-from tuner.study.presimulation import Presimulation
 
-SURE_TRIALS = 2
-"""Of the last trials, those before which a simulation is asked what holds on other loads."""
 MOST_REPEATED, REPEATS = 3, 2
 """Configs that are repeated at once, beside the baseline, and how often."""
 ENOUGH = 10
@@ -20,13 +15,11 @@ ENOUGH = 10
 
 @dataclass(frozen=True)
 class FinalTrials:
-    """Queues trials. ``spending``: counts what passes meanwhile for a purpose."""
+    """Queues trials."""
 
     study: Study
     plan: Plan
     clock: Clock
-    spending: Callable[[str], AbstractContextManager[None]]
-    presimulation: Presimulation | None = None
 
     def begin(self, left: int) -> None:
         """Queue what is due when only so many trials are ``left``."""
@@ -35,12 +28,10 @@ class FinalTrials:
             self._close(left)
         if best is not None and left < len(self.study.space.changes(best.config)):
             self._simpler()
-        if left <= SURE_TRIALS:
-            self._sure()
 
     def go_on(self, left: int) -> bool:
         """Whether anything is left to try where the strategy has no more; it is queued then."""
-        return self._simpler() or self._sure() or self._close(left)
+        return self._simpler() or self._close(left)
 
     def _simpler(self) -> bool:
         """Does the best config need all that it changes? The main knob stays."""
@@ -53,15 +44,6 @@ class FinalTrials:
             simpler.append(({**best.config, flag: space.baseline[flag]}, f"best without {flag}"))
         queued = [self.study.enqueue(config, why) for config, why in simpler if not space.refusals(config)]
         return any(queued)
-
-    def _sure(self) -> bool:
-        """The best config of which a simulation is sure, if it was not tried."""
-        if self.presimulation is None:
-            return False
-        with self.spending("simulation"):
-            config = self.presimulation.best()
-        why = "simulated on other loads: holds every bound"
-        return config is not None and self.study.enqueue(config, why)
 
     def _close(self, left: int) -> bool:
         """Configs of which a repeat could change what is recommended, and the baseline to compare them with,

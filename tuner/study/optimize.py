@@ -31,8 +31,7 @@ from tuner.study.criteria import Criteria
 from tuner.study.final_trials import FinalTrials
 from tuner.study.first_trials import FirstTrials
 from tuner.study.load_selection import LoadSelection
-from tuner.study.outcome import Outcome, describe_trial, label, unseen_stalls
-from tuner.study.presimulation import Presimulation
+from tuner.study.outcome import Outcome, describe_trial, label
 from tuner.study.trial import Attempt, Bench, ClientKilled, ServerFailed, SetupFailed
 from tuner.workers.coordination import Coordination
 
@@ -53,7 +52,6 @@ class Optimizer:
     study: Study = field(init=False)
     profile: Profile = field(init=False)
     plan: Plan | None = field(init=False, default=None)
-    presimulation: Presimulation | None = field(init=False, default=None)
     fitted: FittedSimulator | None = field(init=False, default=None)
     """Fitted to the baseline, where that is the prior."""
 
@@ -109,7 +107,6 @@ class Optimizer:
             lambda: self.load,
             self.flags,
             ended,
-            self.presimulation,
         )
 
     @contextmanager
@@ -231,10 +228,6 @@ class Optimizer:
         if simulator is not None:
             strategy.prior = prior = SimulatedPrior(simulator, self.load, self.slo, self.flags)
             self.observer.note(f"prior: {prior.source}")
-            baseline = self.study.baseline
-            close = self.fitted is None or self.fitted.faithful(self.slo)
-            if baseline is not None and baseline.feasible and close:
-                self.presimulation = Presimulation(prior, self.load, self.slo, baseline.config)
 
     def fit_simulator(self) -> Target | None:
         """What to simulate configs on where nothing is known but the baseline; fitted once per study."""
@@ -265,8 +258,6 @@ class Optimizer:
         )
         if self.bench.target.restartable:
             self.observer.note(self.plan.describe())
-        if unseen := unseen_stalls(baseline, self.slo):
-            self.observer.note(unseen)
 
     # The search.
 
@@ -292,7 +283,7 @@ class Optimizer:
     @property
     def _final_trials(self) -> FinalTrials:
         assert self.plan is not None, "the search follows the plan"
-        return FinalTrials(self.study, self.plan, self.clock, self.spending, self.presimulation)
+        return FinalTrials(self.study, self.plan, self.clock)
 
     def _over(self) -> str:
         """Why the search must end now; "" while it may go on."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from scipy.special import stdtrit
+
+from loadgen.measure.estimator import Estimate
 from servers.flags.words import render
 from servers.slo.bounds import STATISTICS, format_value
 from servers.slo.objective import Objective, Slo
 from tuner.runs.result import TrialResult
 from tuner.search.repeats import joined
 from tuner.space.space import Space, describe_changes
-from tuner.study.confirmation import Change, Confirmation
+from tuner.study.confirmation import MIN_GAIN, Confirmation, words
 
 Kind = Literal["better", "baseline", "infeasible", "failed", "interrupted", "measured"]
 """better: a config is confirmed. baseline: nothing beats the user's config. infeasible: nothing holds the
@@ -21,16 +25,21 @@ that runs was measured and diagnosed as it is."""
 
 ESTIMATE = "ESTIMATE: "
 """Before every sentence about what was simulated."""
+BESIDE = ("itl_p99", "max_stall_mean", "ttft_p95", "throughput")
+"""Stand beside the objective in every line and table."""
 LABELS = {
     "itl": "ITL",
     "ttft": "TTFT",
     "tpot": "TPOT",
     "e2e": "E2E",
     "inter_chunk": "inter-chunk latency",
-    "max_stall": "longest stall",
+    "max_stall": "longest gap",
 }
-UNSEEN = 2.0
-"""Times P99 ITL, from which on a request's longest stall is taken not to be among what P99 sees."""
+
+
+def shown_figures(slo: Slo) -> list[str]:
+    """What every line and table shows: the objective, then what stands beside it."""
+    return list(dict.fromkeys([slo.objective.name, *BESIDE]))
 
 
 @dataclass(frozen=True)
@@ -61,29 +70,63 @@ def label(metric: str) -> str:
 
 
 def better(best: TrialResult, space: Space, slo: Slo, confirmation: Confirmation, ended: str) -> Outcome:
-    """``max_num_seqs 16 -> 12: ITL P99 412 ms -> 138 ms (-66 %, …), …, confirmed on fresh runs``."""
+    """``max_num_seqs 16 -> 12: ITL ES99 412 ms -> 138 ms (-66 % [-72, -58]), …, confirmed on fresh runs``."""
     main = confirmation.change(slo.objective.name)
-    shown = [name for name in ("throughput", "ttft_p95", "itl_p99") if name != main.metric]
-    rest = ", ".join(_aside(confirmation.change(name)) for name in shown)
+    rest = ", ".join(_aside(confirmation.change(name)) for name in BESIDE if name != main.figure)
     sentence = (
-        f"{describe_changes(space.changes(best.config))}: {label(main.metric)} {main}, {rest}, "
+        f"{describe_changes(space.changes(best.config))}: {label(main.figure)} {words(main)}, {rest}, "
         f"confirmed on fresh runs ({confirmation.pairs} pairs)"
     )
     return Outcome("better", sentence, ended, best, confirmation)
 
 
-def _aside(change: Change) -> str:
-    percent = change.percent.partition(",")[0]
-    return f"{label(change.metric)} {percent}"
+def _aside(change: Estimate) -> str:
+    size = f"{100 * (change.ratio - 1):+.0f} %" if change.has_ratio else "n/a"
+    return f"{label(change.figure)} {size}"
 
 
-def refuted(best: TrialResult, space: Space, confirmation: Confirmation, ended: str) -> Outcome:
+def unproven(best: TrialResult, space: Space, slo: Slo, confirmation: Confirmation, ended: str) -> Outcome:
+    """What fresh runs showed of the best config, why that is no proof, and what would be one."""
+    main = confirmation.change(slo.objective.name)
     sentence = (
-        "Nothing beats your config. The best of the search "
-        f"({describe_changes(space.changes(best.config))}) did not hold on fresh runs: "
-        + "; ".join(confirmation.problems)
+        f"Not proven: {describe_changes(space.changes(best.config))} gave {label(main.figure)} {words(main)} "
+        f"on {confirmation.pairs} pairs of fresh runs, but {'; '.join(confirmation.problems)}"
     )
+    if advice := what_would_prove(slo, confirmation):
+        sentence += f". {advice}"
     return Outcome("baseline", sentence, ended, None, confirmation)
+
+
+def what_would_prove(slo: Slo, confirmation: Confirmation) -> str:
+    """How many pairs, by the scatter of these, would prove what they show; or what else to ask for."""
+    main = confirmation.change(slo.objective.name)
+    if not main.has_ratio:
+        return ""
+    gain = 1 - main.ratio if slo.objective.direction == "minimize" else main.ratio - 1
+    if gain < MIN_GAIN:
+        return (
+            f"A gain of less than {100 * MIN_GAIN:g} % counts for nothing: try another workload or SLO, or "
+            "--vary other flags"
+        )
+    if any("missed" in problem for problem in confirmation.problems):
+        return "To trade one for the other, give bounds of your own as --slo"
+    pairs = pairs_for_proof(main)
+    if pairs is None:
+        return "The pairs scatter too much for any number of them: give longer runs (--run-time)"
+    more = max(pairs, confirmation.pairs + 1)
+    return f"About {more} pairs would prove it: give a larger --budget, or --pairs {more}"
+
+
+def pairs_for_proof(change: Estimate, most: int = 64) -> int | None:
+    """Pairs of which the interval would exclude "no change", were they to scatter as these do."""
+    n = change.pairs
+    if n < 2 or not 0 < change.low < math.inf:
+        return None
+    effect = abs(math.log(change.ratio))
+    half = math.log(change.high / change.low) / 2
+    spread = half * math.sqrt(n) / float(stdtrit(n - 1, 0.975))
+    enough = (k for k in range(n, most + 1) if float(stdtrit(k - 1, 0.975)) * spread / math.sqrt(k) < effect)
+    return next(enough, None)
 
 
 def broken(best: TrialResult, space: Space, failure: str, ended: str) -> Outcome:
@@ -91,7 +134,7 @@ def broken(best: TrialResult, space: Space, failure: str, ended: str) -> Outcome
     changes = describe_changes(space.changes(best.config))
     return Outcome(
         "baseline",
-        f"Nothing beats your config. The best of the search ({changes}) failed on fresh runs: {failure}",
+        f"Not proven: {changes}, the best of the search, failed on fresh runs: {failure}",
         ended,
     )
 
@@ -117,9 +160,7 @@ def without_confirmation(
         if others == 1:
             tried = "the other config measured no better within the SLO"
         value = format_value(slo.objective.metric, baseline.value(slo.objective))
-        sentence = f"Nothing beats your config: {label(slo.objective.name)} {value}, and {tried}"
-        if unseen := unseen_stalls(baseline, slo):
-            sentence += f". {unseen}"
+        sentence = f"No improvement found: your config has {label(slo.objective.name)} {value}, and {tried}"
         if len(launched) == 1:
             sentence = f"Your config was compared with none ({label(slo.objective.name)} {value}): {ended}"
         return Outcome("baseline", sentence, ended)
@@ -135,21 +176,6 @@ def without_confirmation(
         f"No feasible config: none of {len(launched)} held the SLO ({slo.describe()}). "
         f"Closest came {changes}: missed {missed or closest.reason}",
         ended,
-    )
-
-
-def unseen_stalls(baseline: TrialResult, slo: Slo) -> str:
-    """What a percentile of all gaps does not see: stalls that fewer gaps have than its share; "" for none."""
-    measured = baseline.measurement
-    if measured is None or slo.objective.metric != "itl_p99":
-        return ""
-    stall, seen = measured.value("max_stall_mean"), baseline.value(slo.objective)
-    if not stall > UNSEEN * seen:
-        return ""
-    longest, tail = format_value("max_stall_mean", stall), format_value("itl_p99", seen)
-    return (
-        f"{label(slo.objective.name)} ({tail}) does not see the stalls, for too few gaps are stalled: the "
-        f"longest gap of a request is {longest} on average. --slo stall makes that best"
     )
 
 
@@ -182,7 +208,7 @@ def describe_trial(result: TrialResult, objective: Objective) -> str:
     if result.status in ("failed", "refused", "interrupted", "duplicate"):
         return f"{result.status}: {result.reason}"
     assert result.measurement is not None, "a trial that served has a measurement"
-    figures = [(objective.metric, objective.cls), ("itl_p99", None), ("ttft_p95", None), ("throughput", None)]
+    figures = [(objective.metric, objective.cls), *((name, None) for name in BESIDE)]
     text = ", ".join(
         f"{label(metric)} {format_value(metric, result.measurement.value(metric, cls))}"
         for metric, cls in dict.fromkeys(figures)

@@ -18,10 +18,11 @@ from servers.errors import UserError
 from servers.slo.bounds import format_value
 from servers.slo.objective import Slo
 from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
+from tuner.study.confirmation import words
 from tuner.study.outcome import ESTIMATE, Outcome, label
 from tuner.workers.storage import StorageError, open_storage, sqlite_file
 
-SHOWN = ("itl_p99", "ttft_p95", "throughput")
+SHOWN = ("itl_es99", "itl_p99", "ttft_es95", "ttft_p95", "throughput")
 """Compared with what was measured then, beside the objective."""
 KEY = "recommendation"
 """Where a study keeps it: among the study's attributes, and in the report."""
@@ -196,7 +197,9 @@ def _stands(outcome: Outcome, slo: Slo) -> str:
     if outcome.confirmation is None:
         return "no other config measured better"
     change = outcome.confirmation.change(slo.objective.name)
-    return f"the best other config is not proven better on fresh runs ({label(change.metric)} {change})"
+    return (
+        f"the best other config is not proven better on fresh runs ({label(change.figure)} {words(change)})"
+    )
 
 
 def _missed(slo: Slo, measured: Measurement) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ def back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "fragment"),
     [
-        (["--slo", "itl_p99<50"], "needs a unit"),
+        (["--slo", "itl_es99<50"], "needs a unit"),
         (["--slo", "nonsense"], "unknown metric 'nonsense'"),
         (["--slo", ""], "expected a metric"),
         (["--target", "nonsense"], "unknown. Give bundled, vllm, "),
@@ -76,7 +76,7 @@ def test_errors_say_what_to_do_and_exit_2(tmp_path: Path, arguments: list[str], 
 
 
 def test_a_typing_error_leaves_nothing_behind(tmp_path: Path) -> None:
-    invoke("--slo", "itl_p99<50")
+    invoke("--slo", "itl_es99<50")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -19,7 +19,7 @@ def tell_a_story(observer: Any) -> Any:
         observer.step("load 1 of 2", 8.0)
         observer.load(Progress(elapsed=2.0, sent=5, finished=3, failed=1, planned=8))
         observer.trial_ends(result, "failed: out_of_memory")
-        observer.incumbent(result, "ITL P99 138 ms")
+        observer.incumbent(result, "ITL ES99 138 ms")
         return observer
 
 
@@ -54,7 +54,7 @@ def test_on_a_terminal_there_is_a_panel() -> None:
         "trial 3 (sampler): max_num_seqs 128 -> 16",
         "5 sent, 3 answered, 1 failed",
         "of 10 min",
-        "trial 3: ITL P99 138 ms",
+        "trial 3: ITL ES99 138 ms",
         "3 failed: out_of_memory",
     ):
         assert expected in shown.getvalue()

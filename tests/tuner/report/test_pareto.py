@@ -10,7 +10,7 @@ from tuner.runs.result import Measurement, Reading, TrialResult
 def trial(
     number: int, itl: float, ttft: float, throughput: float, missed: float = -0.1, status: Any = "measured"
 ) -> TrialResult:
-    figures = {"itl_p99": itl, "ttft_p95": ttft, "throughput": throughput}
+    figures = {"itl_es99": itl, "ttft_es95": ttft, "throughput": throughput}
     measurement = Measurement({name: Reading(value) for name, value in figures.items()}, 20.0)
     return TrialResult(
         number, {"n": number}, "test", status, measurement=measurement, violations={"bound": missed}

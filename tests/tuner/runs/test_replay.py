@@ -133,7 +133,7 @@ def test_a_study_on_a_trace(tmp_path: Path) -> None:
     path, out = written(tmp_path / "t.csv", trace()), tmp_path / "out"
     result = optimize(
         *("--replay", str(path), "--target", "simulated:h100", "--model", str(tmp_path / "config.json")),
-        *("--slo", "itl_p99<35ms", "--trials", "1", "--pairs", "3", "--fix", "all", "--run-time", "20s"),
+        *("--slo", "itl_es99<35ms", "--trials", "1", "--pairs", "3", "--fix", "all", "--run-time", "20s"),
         *("--vary", "max_num_batched_tokens=1024", "--rate-scale", "4", "--length-scale", "8"),
         *("--out", str(out)),
     )

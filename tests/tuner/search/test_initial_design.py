@@ -21,14 +21,14 @@ def starts(
 
 
 def test_the_budget_of_a_bound_on_itl_is_what_a_step_within_it_can_take() -> None:
-    flags, why = starts("itl_p99<50ms,ttft_p95<2s", pace=0.010)[0]
+    flags, why = starts("itl_es99<50ms,ttft_es95<2s", pace=0.010)[0]
     assert flags == {"max_num_batched_tokens": round((0.8 * 0.050 - 0.010) * 40_000)}
     assert "within the ITL bound" in why
 
 
 def test_a_bound_that_decoding_alone_misses_or_an_unknown_pace_gives_no_budget() -> None:
     for pace in (0.045, math.nan):
-        assert not any("within" in why for _, why in starts("itl_p99<50ms", pace=pace))
+        assert not any("within" in why for _, why in starts("itl_es99<50ms", pace=pace))
 
 
 def test_where_every_place_is_taken_more_places_come_first() -> None:
@@ -42,7 +42,7 @@ def test_where_every_place_is_taken_more_places_come_first() -> None:
 
 def test_a_budget_is_never_smaller_than_the_places() -> None:
     small = {"max_num_batched_tokens": 128, "max_num_seqs": 64}
-    for flags, _ in starts("itl_p99<20ms", speed=1000.0, running=64, pace=0.012, baseline=small):
+    for flags, _ in starts("itl_es99<20ms", speed=1000.0, running=64, pace=0.012, baseline=small):
         assert flags["max_num_batched_tokens"] >= flags.get("max_num_seqs", 64)
 
 

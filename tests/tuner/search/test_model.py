@@ -26,12 +26,12 @@ def test_it_ends_where_nothing_is_to_be_gained_and_has_found_the_best_by_then() 
     launchable = [c for c in study.space.sample(random.Random(0), 4096) if not study.space.refusals(c)]
     measured = [measure(config) for config in launchable]
     held = [m for m in measured if all(v <= 0 for v in m.violations(BOUNDS).values())]
-    assert best < 1.05 * min(m.value("itl_p99") for m in held)
+    assert best < 1.05 * min(m.value("itl_es99") for m in held)
 
 
 def test_a_search_in_which_only_idle_changes_are_left_says_so() -> None:
     space = build_space(DEFAULTS, 8192, fix=("all",), vary={"gpu_memory_utilization": None})
-    readings = {"itl_p99": Reading(0.1, 100)}
+    readings = {"itl_es99": Reading(0.1, 100)}
     seen: dict[str, Any] = {"peak_kv_usage": 0.1, "preemptions": 0, "prefix_hits": 0, "peak_running": 8}
     own = TrialResult(0, space.baseline, BASELINE, "measured", measurement=Measurement(readings, 9.0), **seen)
     strategy = ModelStrategy()
@@ -83,7 +83,7 @@ BUDGETS = (1200, 1400, 1600, 1800, 2048)
 
 def told(number: int, tokens: int) -> TrialResult:
     """Small budgets have the better ITL, and cost TTFT: 1200 tokens hold the bound of 1.2x by 2 %."""
-    values = {"itl_p99": tokens / 2048, "ttft_p95": (2048 / tokens) ** 0.3, "throughput": 75.0}
+    values = {"itl_es99": tokens / 2048, "ttft_es95": (2048 / tokens) ** 0.3, "throughput": 75.0}
     measured = Measurement({name: Reading(value, 1000) for name, value in values.items()}, 20.0)
     origin = "baseline" if tokens == 2048 else "test"
     config = {**DEFAULTS, "max_num_batched_tokens": tokens}

@@ -1,7 +1,6 @@
 """Repeats where it is close: what is joined, what is asked again, and what a study makes of it."""
 
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -39,13 +38,13 @@ def told(
     status: Any = "measured",
 ) -> TrialResult:
     readings = {
-        "itl_p99": Reading(itl, 100, itl * (1 - spread), itl * (1 + spread)),
-        "ttft_p95": Reading(ttft, 100),
+        "itl_es99": Reading(itl, 100, itl * (1 - spread), itl * (1 + spread)),
+        "ttft_es95": Reading(ttft, 100),
         "throughput": Reading(80.0, 100),
         "failed": Reading(0.0, 100),
     }
     measurement = Measurement(readings, 20.0)
-    violations = {SERVES: 0.0, "ttft_p95": violation, "failed": 0.0}
+    violations = {SERVES: 0.0, "ttft_es95": violation, "failed": 0.0}
     origin = BASELINE if tokens == 2048 and not request_set else "test"
     config = {**OWN, "max_num_batched_tokens": tokens}
     parts: dict[str, Any] = {
@@ -80,7 +79,7 @@ def test_a_repeat_counts_as_if_it_had_the_draw_that_all_share() -> None:
     assert config.number == 1
     assert config.value(SLO.objective) == pytest.approx((0.20 * 0.27 / 1.5) ** 0.5)
     assert config.reading(SLO.objective).n == 200
-    assert config.violations["ttft_p95"] == pytest.approx(-0.05)
+    assert config.violations["ttft_es95"] == pytest.approx(-0.05)
     assert config.feasible
     assert not first.feasible
 
@@ -118,9 +117,9 @@ def test_two_measurements_without_an_interval_have_none_together(ends: Any) -> N
     ("name", "values", "together"),
     [
         ("goodput", (0.0, 8.0), 0.0),
-        ("itl_p99", (0.2, math.inf), math.inf),
-        ("itl_p99", (math.nan, 0.2), 0.2),
-        ("itl_p99", (0.2, math.nan), 0.2),
+        ("itl_es99", (0.2, math.inf), math.inf),
+        ("itl_es99", (math.nan, 0.2), 0.2),
+        ("itl_es99", (0.2, math.nan), 0.2),
     ],
 )
 def test_of_what_has_no_mean_the_worse_counts(name: str, values: Any, together: Any) -> None:
@@ -146,7 +145,7 @@ def test_a_bound_that_a_repeats_baseline_could_not_set_counts_where_it_was_set()
     second = replace(second, violations={SERVES: 0.0, "failed": 0.0})
     own = told(0, 2048, 0.3), told(3, 2048, 0.3, request_set=1)
     joint = joined((*own, told(1, 512, 0.2, violation=-0.1), second))[1]
-    assert joint.violations["ttft_p95"] == -0.1
+    assert joint.violations["ttft_es95"] == -0.1
 
 
 @pytest.mark.parametrize("request_sets", [(0,), (0, 1)], ids=["measured", "and repeated"])
@@ -247,7 +246,7 @@ def test_what_a_knob_does_is_not_read_off_a_repeat() -> None:
     study.enqueue(study.results[1].config, "repeat 1", request_set=1)
     proposal = study.propose()
     found = result(proposal)
-    slow = replace(found.short, readings={**found.short.readings, "itl_p99": Reading(99.0, 100)})
+    slow = replace(found.short, readings={**found.short.readings, "itl_es99": Reading(99.0, 100)})
     study.tell(proposal, replace(found, request_set=1, short=slow))
     assert before
     assert study.importances() == before
@@ -306,7 +305,7 @@ def repeats_of(study: Any) -> tuple[Any, Any]:
 def measured(proposal: Any, ttft: float, violation: float) -> Any:
     """Of a repeat, as a worker tells it: whoever measures it holds it against absolute bounds alone."""
     found = result(proposal)
-    readings = {**found.measurement.readings, "ttft_p95": Reading(ttft, 100)}
+    readings = {**found.measurement.readings, "ttft_es95": Reading(ttft, 100)}
     violations = {SERVES: 0.0, "failed": violation}
     return replace(found, request_set=1, measurement=Measurement(readings, 20.0), violations=violations)
 
@@ -322,7 +321,7 @@ def test_a_repeat_is_judged_once_its_baseline_is_measured_beside_it() -> None:
     study.tell(own, measured(own, ttft=2.0, violation=0.0))
     repeat = study.results[-1]
     assert repeat.judged
-    assert repeat.violations["ttft_p95"] == pytest.approx(1 - 1.2 * 2.0 / 3.0)
+    assert repeat.violations["ttft_es95"] == pytest.approx(1 - 1.2 * 2.0 / 3.0)
     assert [r.request_set for r in study.history.results] == [0, 0, 1, 1]
 
 
@@ -340,7 +339,7 @@ def test_a_repeat_whose_baseline_fails_is_not_judged_and_no_other_is_launched() 
 
 
 def plateau(config: Any, seed: int) -> Any:
-    """From 384 tokens down, ITL P99 differs by hazard alone: by up to a tenth."""
+    """From 384 tokens down, ITL ES99 differs by hazard alone: by up to a tenth."""
     tokens = config["max_num_batched_tokens"]
     hazard = 0.95 + 0.1 * ((seed * 2654435761 + tokens * 40503) % 1000) / 1000
     return hazard * stall({**config, "max_num_batched_tokens": max(384, tokens)}) / stall(config)
@@ -360,8 +359,8 @@ def test_a_search_with_time_left_repeats_what_is_close_beside_the_baseline(make:
         first = next(r for r in results if config_key(r.config) == config_key(repeat.config))
         assert repeat.origin == f"trial {first.number} again, on other requests: it is close"
         assert repeat.value(SLO.objective) != first.value(SLO.objective)
-        assert repeat.violations["ttft_p95"] == pytest.approx(
-            repeat.measurement.value("ttft_p95") / (1.2 * own.measurement.value("ttft_p95")) - 1
+        assert repeat.violations["ttft_es95"] == pytest.approx(
+            repeat.measurement.value("ttft_es95") / (1.2 * own.measurement.value("ttft_es95")) - 1
         )
 
 
@@ -377,7 +376,7 @@ def test_time_that_a_confirmation_can_use_is_not_spent_on_repeats(
     study.strategy.close = lambda history: [r for r in history.results if study.space.changes(r.config)]
     plan = Plan(10.0, 60.0, 30.0, 3, budget, None, 200.0)
     clock = Clock(200.0, lambda: 0.0)
-    final_trials = FinalTrials(study, plan, clock, lambda purpose: nullcontext())
+    final_trials = FinalTrials(study, plan, clock)
     assert final_trials.go_on(left=3) == repeated
     assert study.repeating == repeated
 

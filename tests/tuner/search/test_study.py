@@ -75,7 +75,7 @@ def test_search_finds_a_better_feasible_config(storage: Any) -> None:
     bounds = SLO.resolve(measure(DEFAULTS).value)
     drive(study, 40, bounds=bounds)
     best = study.best()
-    assert best.measurement.value("itl_p99") < 0.6 * measure(DEFAULTS).value("itl_p99")
+    assert best.measurement.value("itl_es99") < 0.6 * measure(DEFAULTS).value("itl_es99")
     assert all(v <= 0 for v in best.violations.values())
 
 
@@ -119,7 +119,7 @@ def test_a_trial_stopped_early_reports_its_own_value_and_is_not_best(storage: An
     study.tell(proposal, result(proposal, status="stopped"))
     (trial,) = study.optuna.trials
     assert trial.state == TrialState.PRUNED
-    assert trial.intermediate_values == {1: pytest.approx(measure(proposal.config).value("itl_p99"))}
+    assert trial.intermediate_values == {1: pytest.approx(measure(proposal.config).value("itl_es99"))}
     assert study.best() is None
 
 
@@ -222,7 +222,7 @@ def test_a_value_that_is_small_by_luck_is_not_chosen(storage: Any) -> None:
         study.enqueue({**DEFAULTS, "max_num_batched_tokens": tokens, "max_num_seqs": 16}, "start")
         proposal = study.propose()
         told = result(proposal)
-        measurement = Measurement({**told.measurement.readings, "itl_p99": reading}, 20.0)
+        measurement = Measurement({**told.measurement.readings, "itl_es99": reading}, 20.0)
         study.tell(proposal, TrialResult(**{**vars(told), "measurement": measurement}))
     assert study.best().config["max_num_batched_tokens"] == 128
 

@@ -152,8 +152,8 @@ def measure(config: Mapping[str, Any]) -> Measurement:
     itl = stall(config) + 0.0005 * min(seqs, 32)
     capacity = 100 / (1 + 60 / budget) * min(1, seqs / 8)
     values = {
-        "itl_p99": itl,
-        "ttft_p95": ttft(config, 2000) * (1 + max(0, 8 / seqs - 0.5)),
+        "itl_es99": itl,
+        "ttft_es95": ttft(config, 2000) * (1 + max(0, 8 / seqs - 0.5)),
         "throughput": min(75.0, capacity),
         "failed": 0.0,
         "backlog": 0.0 if capacity >= 75 else 3.0,

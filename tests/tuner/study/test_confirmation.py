@@ -6,13 +6,14 @@ import pytest
 from analytic_target import AnalyticTarget
 
 from loadgen.compare import compare
+from loadgen.measure.estimator import Estimate
 from loadgen.measure.stats import Summary
 from loadgen.plan.workload import Length, RequestClass, Workload, preset
-from servers.slo.bounds import Bound
+from servers.slo.bounds import Bound, name_of
 from servers.slo.objective import PRESETS, Slo, parse_slo
 from tuner.runs.load import Load, span
-from tuner.runs.result import Reading
-from tuner.study.confirmation import GUARD, Change, Pooled, assess, holds, judge
+from tuner.runs.result import Measurement, Reading
+from tuner.study.confirmation import GUARD, assess, compared, confidence_of, holds, judge, looks, words
 
 LOAD = Load(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)
 BASELINE, BEST = {"max_num_batched_tokens": 2048}, {"max_num_batched_tokens": 512}
@@ -38,10 +39,10 @@ def test_a_gain_is_confirmed_with_its_interval() -> None:
     assert confirmation.confirmed
     assert confirmation.pairs == 3
     assert confirmation.trial == 7
-    itl = confirmation.change("itl_p99")
+    itl = confirmation.change("itl_es99")
     assert itl.ratio == pytest.approx(0.3322 / 1.225, rel=1e-3)
     assert itl.low <= itl.ratio <= itl.high
-    assert "-73 %, 95 % interval" in str(itl)
+    assert words(itl).endswith("(-73 % [-73, -73])")
 
 
 def test_a_config_is_not_better_than_itself() -> None:
@@ -62,7 +63,7 @@ def test_noise_is_no_gain() -> None:
 
 def test_a_relative_bound_is_judged_on_the_pairs() -> None:
     confirmation = confirm(PRESETS["itl"], b={"max_num_batched_tokens": 32})
-    assert any(problem.startswith("ttft_p95") and "1.2x" in problem for problem in confirmation.problems)
+    assert any(problem.startswith("ttft_es95") and "1.2x" in problem for problem in confirmation.problems)
 
 
 def test_a_bound_on_what_the_load_does_not_have_is_none() -> None:
@@ -71,7 +72,7 @@ def test_a_bound_on_what_the_load_does_not_have_is_none() -> None:
     confirmation = confirm(
         PRESETS["ttft"], a={"max_num_batched_tokens": 512}, b={}, load=replace(LOAD, workload=one)
     )
-    assert math.isnan(confirmation.change("itl_p99").a)
+    assert math.isnan(confirmation.change("itl_es99").a)
     assert confirmation.problems == ()
     assert confirmation.surely_holds(PRESETS["ttft"].relative)
 
@@ -99,22 +100,22 @@ def test_a_backlog_that_the_loads_leave_the_baseline_too_is_not_the_candidates(
 ) -> None:
     known = confirm(PRESETS["itl"])
 
-    def pooled(measured: Any, backlog: Any) -> Pooled:
-        readings = {**measured.readings, "backlog": Reading(backlog, 60)}
-        return Pooled(replace(measured, readings=readings), ())
+    def measured(measurement: Measurement, backlog: float) -> Measurement:
+        return replace(measurement, readings={**measurement.readings, "backlog": Reading(backlog, 60)})
 
-    gain = {"itl_p99": (-1.4, -1.2), "ttft_p95": (-0.1, 0.1)}
-    sides = pooled(known.baseline, before), pooled(known.candidate, after)
-    judged = judge(*sides, PRESETS["itl"], 7, feasible, {**gain, "throughput": (0.0, 0.0)})
+    values = {name_of(metric, cls): ([1.0] * 4, [1.0] * 4) for metric, cls in compared(PRESETS["itl"])}
+    values["itl_es99"] = ([1.0, 1.01] * 2, [0.25, 0.26] * 2)
+    sides = measured(known.baseline, before), measured(known.candidate, after)
+    judged = judge(values, *sides, PRESETS["itl"], 7, feasible)
     assert any(problem.startswith("backlog is") for problem in judged.problems) == missed
     assert any("backlog with both" in note for note in judged.notes) == (not missed)
 
 
 def test_where_the_baseline_misses_the_slo_holding_it_is_enough() -> None:
-    slo = parse_slo("itl_p99<500ms")
+    slo = parse_slo("itl_es99<500ms")
     assert confirm(slo, baseline_feasible=False).confirmed
     missed = confirm(slo, baseline_feasible=False, a=BEST, b=BASELINE)
-    assert "itl_p99 is 1.23 s, the SLO asks for itl_p99 <= 500 ms" in missed.problems[0]
+    assert "itl_es99 is 1.23 s, the SLO asks for itl_es99 <= 500 ms" in missed.problems[0]
 
 
 def test_a_bound_that_is_only_just_held_is_not_held() -> None:
@@ -125,9 +126,9 @@ def test_a_bound_that_is_only_just_held_is_not_held() -> None:
             parse_slo(slo), baseline_feasible=False, itl_factor=lambda config, seed: noise[seed % 10]
         )
 
-    assert held("itl_p99<500ms").confirmed
-    assert "held too closely to be sure of it" in held("itl_p99<370ms").problems[0]
-    assert "missed" in held("itl_p99<360ms").problems[0]
+    assert held("itl_es99<500ms").confirmed
+    assert "held too closely to be sure of it" in held("itl_es99<360ms").problems[0]
+    assert "missed" in held("itl_es99<330ms").problems[0]
 
 
 def test_each_run_is_summarised_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +147,31 @@ def test_each_run_is_summarised_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_changes_without_a_ratio_say_so() -> None:
-    assert str(Change("failed", 0, 0, float("nan"), float("nan"), float("nan"), 5)) == "0 -> 0 (n/a)"
+    assert words(Estimate("failed", 4, 0, 3)) == "0 -> 3 (n/a)"
+    assert words(Estimate("itl_es99", 4, 1.0, 0.5, 0.5, 0.4, 0.625)) == "1 s -> 500 ms (-50 % [-60, -38])"
+
+
+def test_looks_share_the_chance_of_an_error() -> None:
+    assert looks(3) == (3,)
+    assert looks(4) == (4,)
+    assert looks(9) == (4, 6, 8, 9)
+    assert confidence_of(4) == pytest.approx(0.95)
+    assert confidence_of(9) == pytest.approx(1 - 0.05 / 4)
+
+
+def test_a_confirmation_is_settled_when_proven_or_hopeless() -> None:
+    assert confirm(PRESETS["itl"]).settled
+    slower = confirm(PRESETS["itl"], a=BEST, b=BASELINE)
+    assert (slower.confirmed, slower.hopeless) == (False, True)
+    noise = {0: 1.3, 1: 0.8, 2: 1.1}
+    unclear = confirm(
+        PRESETS["itl"],
+        b={"max_num_batched_tokens": 2000},
+        itl_factor=lambda config, seed: noise[seed % 10] if config["max_num_batched_tokens"] == 2000 else 1.0,
+    )
+    assert not unclear.settled
+    failing = confirm(PRESETS["itl"], failing=lambda config: config["max_num_batched_tokens"] == 512)
+    assert failing.hopeless
 
 
 @pytest.mark.parametrize(
@@ -163,7 +188,7 @@ def test_changes_without_a_ratio_say_so() -> None:
 def test_a_bound_is_held_so_far_towards_the_worse_end(
     interval: tuple[float, float], near: bool, all_of_it: bool
 ) -> None:
-    bound = Bound("ttft_p95", "<=", 1.2)
+    bound = Bound("ttft_es95", "<=", 1.2)
     assert holds(bound, 1.0, *interval, GUARD) == near
     assert holds(bound, 1.0, *interval, 1.0) == all_of_it
     low, high = (1 / end if end else math.inf for end in reversed(interval))

@@ -103,7 +103,7 @@ def test_speculation_at_a_low_rate_and_none_at_the_peak() -> None:
     assert 4 < found[0].end < 16
     assert found[0].crossing is not None
     assert found[0].crossing.low < found[0].end < found[0].crossing.high
-    sentence = advise(LOADS, [off, on], found, "req/s", "ITL P99")
+    sentence = advise(LOADS, [off, on], found, "req/s", "ITL ES99")
     assert f"up to {found[0].end:.3g} req/s (95 % " in sentence
     assert "speculation ngram k=3" in sentence
     assert sentence.endswith("above it no speculation")
@@ -122,8 +122,8 @@ def test_one_config_for_every_load_is_said_so() -> None:
     curves = [curve(exact(10, 20, 30)), curve(exact(5, 6, 7), max_num_batched_tokens=256)]
     found = regimes(LOADS, curves)
     assert [regime.best for regime in found] == [1]
-    assert advise(LOADS, curves, found, "req/s", "ITL P99").startswith(
-        "By ITL P99, one config suits every load tried (1 to 16 req/s)"
+    assert advise(LOADS, curves, found, "req/s", "ITL ES99").startswith(
+        "By ITL ES99, one config suits every load tried (1 to 16 req/s)"
     )
 
 
@@ -157,7 +157,7 @@ def test_three_regimes_have_two_crossings() -> None:
     rows = to_json(found, curves)
     assert [row["to"] for row in rows][-1] is None
     assert [row["flags"] for row in rows] == [{"a": 1}, {"a": 2}, {"a": 3}]
-    assert ", then up to" in advise(loads, curves, found, "req/s", "ITL P99")
+    assert ", then up to" in advise(loads, curves, found, "req/s", "ITL ES99")
 
 
 def test_a_config_that_was_not_measured_everywhere_is_advised_only_where_it_was() -> None:

@@ -73,17 +73,19 @@ def study(tmp_path: Path, **job: Any) -> tuple[Any, Any, Any]:
 def test_a_budget_is_kept_within_a_tenth(tmp_path: Path, strategy: str, budget: float, hangs: Any) -> None:
     optimizer, outcome, seconds = study(tmp_path, strategy=strategy, budget=budget, hangs=hangs)
     assert seconds <= 1.1 * budget
-    enough = "expected to gain more" in outcome.ended
-    assert seconds >= 0.9 * budget or (enough and strategy == "gp")
+    proven_early = outcome.confirmation.pairs < optimizer.plan.pairs
+    enough = "expected to gain more" in outcome.ended and strategy == "gp"
+    assert seconds >= 0.9 * budget or proven_early or enough
     assert outcome.kind == "better"
     statuses = [r.status for r in optimizer.study.results]
     assert statuses.count("failed") == bool(hangs)
 
 
-def test_what_a_search_leaves_goes_into_more_pairs(tmp_path: Path) -> None:
-    optimizer, outcome, _ = study(tmp_path, strategy="gp", budget=3600.0)
+def test_pairs_end_when_the_gain_is_proven(tmp_path: Path) -> None:
+    """Of the 16 that an hour affords."""
+    _, outcome, _ = study(tmp_path, strategy="gp", budget=3600.0)
     assert "expected to gain more" in outcome.ended
-    assert optimizer.plan.pairs < outcome.confirmation.pairs == 16
+    assert outcome.confirmation.pairs in (4, 6)
 
 
 def test_pairs_that_are_asked_for_stay(tmp_path: Path) -> None:

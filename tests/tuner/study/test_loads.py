@@ -95,7 +95,7 @@ def test_speculation_is_advised_below_the_crossing(done: tuple[Optimizer, Any]) 
     assert edge.low <= edge.at <= edge.high
     assert edge.at == pytest.approx(CROSSING, rel=0.2)
     assert advice.sentence.startswith(
-        f"By ITL P99, the best config depends on the load: up to {edge.at:.3g} req/s"
+        f"By ITL ES99, the best config depends on the load: up to {edge.at:.3g} req/s"
     )
     assert advice.sentence.endswith("above it no speculation")
     assert not any(curve.predicted for curve in advice.curves)
@@ -150,7 +150,7 @@ def test_without_time_left_it_is_predicted_and_says_so(done: tuple[Optimizer, An
     advice = compare_loads(optimizer, outcome)
     assert advice is not None
     assert target.opened == []
-    assert advice.sentence.startswith("PREDICTED by speculating, not measured: By ITL P99")
+    assert advice.sentence.startswith("PREDICTED by speculating, not measured: By ITL ES99")
     optimizer.simulator = lambda: None
     assert compare_loads(optimizer, outcome) is None, "nothing measured and nothing simulated"
 
@@ -226,7 +226,7 @@ def test_the_hours_of_a_trace(tmp_path: Path) -> None:
             "--model",
             str(tmp_path / "config.json"),
             "--slo",
-            "itl_p99<300ms",
+            "itl_es99<300ms",
             "--trials",
             "1",
             "--pairs",

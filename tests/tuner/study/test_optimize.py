@@ -26,16 +26,16 @@ def test_a_better_config_is_found_and_confirmed(make: Any) -> None:
     assert outcome.kind == "better"
     assert outcome.exit_code == 0
     assert "max_num_batched_tokens 2048 -> " in outcome.sentence
-    assert "confirmed on fresh runs (8 pairs)" in outcome.sentence
-    assert "95 % interval" in outcome.sentence
+    assert "confirmed on fresh runs (4 pairs)" in outcome.sentence
+    assert "(-92 % [-92, -92])" in outcome.sentence
     assert notebook.phases == ["baseline", "search", "confirmation"]
     assert target.open_now == 0
     first = optimizer.study.results[0]
     assert first.origin == BASELINE
     assert first.kv_tokens == (8000 - 2048 - 1) * 16
-    change = outcome.confirmation.change("itl_p99")
+    change = outcome.confirmation.change("itl_es99")
     assert change.ratio < 0.8
-    assert change.n > 2000
+    assert change.pairs == 4
 
 
 @pytest.mark.parametrize("slo", ["itl", "stall"])
@@ -79,7 +79,7 @@ def test_nothing_beats_a_baseline_that_is_best_already(make: Any) -> None:
     ).run()
     assert outcome.kind == "baseline"
     assert outcome.exit_code == 0
-    assert "Nothing beats your config" in outcome.sentence
+    assert "No improvement found" in outcome.sentence
     assert outcome.confirmation is None, "nothing was better in the search"
 
 
@@ -94,7 +94,7 @@ def test_what_does_not_hold_on_fresh_runs_is_refuted(make: Any) -> None:
     outcome = make(AnalyticTarget(itl_factor=lucky)).run()
     assert outcome.kind == "baseline"
     assert outcome.exit_code == 0
-    assert "did not hold on fresh runs" in outcome.sentence
+    assert outcome.sentence.startswith("Not proven: ")
     assert outcome.confirmation.problems
 
 
@@ -168,24 +168,24 @@ def test_requests_that_fail_make_a_config_infeasible_with_the_cause(make: Any) -
 
 
 def test_zero_feasible(make: Any) -> None:
-    optimizer = make(AnalyticTarget(), slo="itl_p99<1ms", trials=8)
+    optimizer = make(AnalyticTarget(), slo="itl_es99<1ms", trials=8)
     outcome = optimizer.run()
     assert outcome.kind == "infeasible"
     assert outcome.exit_code == 1
     assert "none of 9 held the SLO" in outcome.sentence
     assert "Closest came" in outcome.sentence
-    assert any(r.status == "stopped" and "SLO missed: itl_p99" in r.reason for r in launches(optimizer))
+    assert any(r.status == "stopped" and "SLO missed: itl_es99" in r.reason for r in launches(optimizer))
 
 
 def test_explicit_bounds_that_the_baseline_misses_and_another_config_holds(make: Any) -> None:
-    outcome = make(AnalyticTarget(), slo="itl_p99<300ms,ttft_p99<60s", trials=12).run()
+    outcome = make(AnalyticTarget(), slo="itl_es99<300ms,ttft_p99<60s", trials=12).run()
     assert outcome.kind == "better"
-    assert outcome.confirmation.candidate.value("itl_p99") < 0.3
-    assert outcome.confirmation.baseline.value("itl_p99") > 0.3
+    assert outcome.confirmation.candidate.value("itl_es99") < 0.3
+    assert outcome.confirmation.baseline.value("itl_es99") > 0.3
 
 
 def test_explicit_bounds_that_the_baseline_holds_leave_nothing_to_gain(make: Any) -> None:
-    outcome = make(AnalyticTarget(), slo="itl_p99<30s", trials=6).run()
+    outcome = make(AnalyticTarget(), slo="itl_es99<30s", trials=6).run()
     assert outcome.kind == "baseline"
 
 
@@ -290,19 +290,11 @@ def test_only_flags_that_differ_from_the_users_are_given(make: Any) -> None:
     assert set(start) == {"max_num_seqs", "dtype", "max_num_batched_tokens"}
 
 
-def test_a_tail_that_does_not_see_the_stalls_is_said_not_to(make: Any) -> None:
-    """Each of these answers, of 160 to 240 tokens, is stalled once: one gap in two hundred."""
-    notebook, job = Notebook(), {"workload": "rag", "fix": ("all",), "vary": {"max_num_seqs": (64, 128)}}
-    outcome = make(AnalyticTarget(stall_every=150), notebook, **job).run()
-    assert outcome.kind == "baseline"
-    assert "ITL P99 (30 ms) does not see the stalls" in outcome.sentence
-    assert (
-        "the longest gap of a request is 1.22 s on average. --slo stall makes that best" in outcome.sentence
-    )
-    assert any("does not see the stalls" in note for note in notebook.notes)
-
-
-def test_a_tail_of_stalls_is_not_said_to_miss_them(make: Any) -> None:
-    notebook, job = Notebook(), {"workload": "rag", "fix": ("all",), "vary": {"max_num_seqs": (64, 128)}}
-    assert "stalls" not in make(AnalyticTarget(), notebook, **job).run().sentence
-    assert not any("stalls" in note for note in notebook.notes)
+def test_the_tail_sees_stalls_that_fewer_than_one_gap_in_a_hundred_meets(make: Any) -> None:
+    """Each of these answers, of 160 to 240 tokens, is stalled once: P99 would be that of a step."""
+    job = {"workload": "rag", "fix": ("all",), "vary": {"max_num_seqs": (64, 128)}}
+    optimizer = make(AnalyticTarget(stall_every=150), Notebook(), **job)
+    optimizer.run()
+    baseline = optimizer.study.baseline.measurement
+    assert baseline.value("itl_p99") == pytest.approx(0.03, rel=0.1)
+    assert baseline.value("itl_es99") > 10 * baseline.value("itl_p99")

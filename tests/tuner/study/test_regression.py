@@ -56,7 +56,7 @@ def test_a_study_keeps_what_it_recommends(before: Facts, recommended: Recommenda
     assert recommended.flags == {"max_num_batched_tokens": 256}
     confirmation = before.outcome.confirmation
     assert confirmation is not None
-    assert recommended.figures["itl_p99"] == confirmation.candidate.readings["itl_p99"], "on fresh runs"
+    assert recommended.figures["itl_es99"] == confirmation.candidate.readings["itl_es99"], "on fresh runs"
     assert Recommendation.from_json(json.loads(json.dumps(recommended.to_json()))) == recommended
 
 
@@ -67,7 +67,7 @@ def test_an_optimum_that_stands_has_not_moved(recommended: Recommendation, tmp_p
     assert facts.exit_code == 0
     assert "has not moved: its flags hold the SLO today" in facts.lines[0]
     then_and_now = {metric: (then.value, now.value) for metric, then, now in facts.regression.figures}
-    assert then_and_now["itl_p99"][0] == pytest.approx(then_and_now["itl_p99"][1], rel=0.05)
+    assert then_and_now["itl_es99"][0] == pytest.approx(then_and_now["itl_es99"][1], rel=0.05)
 
 
 def test_an_optimum_that_is_beaten_has_moved(recommended: Recommendation, tmp_path: Path) -> None:
@@ -81,12 +81,12 @@ def test_an_optimum_that_is_beaten_has_moved(recommended: Recommendation, tmp_pa
     assert facts.exit_code == 1
     assert facts.outcome.exit_code == 0
     assert "moved: max_num_batched_tokens 256 -> 512" in facts.lines[0]
-    assert "95 % interval" in facts.lines[0]
+    assert "(-79 % [-79, -79])" in facts.lines[0]
     paths = {path.suffix: path.read_text() for path in write_report(facts)}
     data = json.loads(paths[".json"])["regression"]
     assert data["moved"] is True
     assert data["previous"]["flags"] == {"max_num_batched_tokens": 256}
-    assert {row["metric"] for row in data["figures"]} >= {"itl_p99", "ttft_p95", "throughput"}
+    assert {row["metric"] for row in data["figures"]} >= {"itl_es99", "ttft_es95", "throughput"}
     assert all(row["today"]["low"] <= row["today"]["value"] for row in data["figures"][:2])
     for suffix in (".md", ".html"):
         assert "The optimum of today moved" in paths[suffix]
@@ -95,13 +95,13 @@ def test_an_optimum_that_is_beaten_has_moved(recommended: Recommendation, tmp_pa
 def test_old_flags_that_miss_the_slo_have_moved_although_nothing_is_better(
     recommended: Recommendation, tmp_path: Path
 ) -> None:
-    facts = study(tmp_path, AnalyticTarget(), recommended, slo="itl_p99<10ms")
+    facts = study(tmp_path, AnalyticTarget(), recommended, slo="itl_es99<10ms")
     assert facts.regression is not None
     assert facts.regression.moved
-    assert "miss the SLO today (ITL P99" in facts.lines[0]
+    assert "miss the SLO today (ITL ES99" in facts.lines[0]
     assert "Nothing better was found" in facts.lines[0]
     assert facts.exit_code == 1
-    assert any("itl_p99 <= 10 ms" in missed for missed in facts.regression.missed)
+    assert any("itl_es99 <= 10 ms" in missed for missed in facts.regression.missed)
 
 
 def test_old_flags_that_no_longer_serve_have_moved(recommended: Recommendation, tmp_path: Path) -> None:
@@ -200,20 +200,31 @@ def test_a_study_after_a_study(tmp_path: Path) -> None:
         "--pairs",
         "2",
     ]
-    words += ["--slo", "itl_p99<35ms", "--vary", "max_num_batched_tokens=512,1024", "--run-time", "5s"]
+    words += ["--slo", "itl_es99<35ms", "--vary", "max_num_batched_tokens=512,1024", "--run-time", "5s"]
     assert optimize(*words, "--rate", "20", "--trials", "2", "--out", str(first)).exit_code == 0
     result = optimize(
-        *("--baseline", str(first), "--slo", "itl_p99<12ms", "--rate", "40", "--trials", "1", "--pairs", "2"),
+        *(
+            "--baseline",
+            str(first),
+            "--slo",
+            "itl_es99<12ms",
+            "--rate",
+            "40",
+            "--trials",
+            "1",
+            "--pairs",
+            "2",
+        ),
         *("--out", str(second), "--json"),
     )
     assert result.exit_code == 1, result.output
     report = json.loads((second / "report.json").read_text())
     sentence = report["regression"]["sentence"]
     assert sentence.startswith("ESTIMATE: The optimum of optimize-")
-    assert "which was for the SLO itl_p99<35ms, moved: its flags miss the SLO today" in sentence
+    assert "which was for the SLO itl_es99<35ms, moved: its flags miss the SLO today" in sentence
     assert sentence.count("ESTIMATE") == 1
     assert "goodput" not in {row["metric"] for row in report["regression"]["figures"]}, "of other bounds"
-    assert "for the SLO `itl_p99<35ms`, measured under" in (second / "report.md").read_text()
+    assert "for the SLO `itl_es99<35ms`, measured under" in (second / "report.md").read_text()
     assert report["regression"]["moved"] is True
     old = json.loads((first / "report.json").read_text())[KEY]["flags"]
     assert report["regression"]["previous"]["flags"] == old
@@ -235,7 +246,7 @@ def test_flags_and_an_earlier_study_are_two_baselines(before: Facts) -> None:
 
 def test_the_command_of_a_job_gives_the_job_back() -> None:
     job = Job(
-        slo="itl_p99<50ms", flags={"max_num_seqs": 12, "enable_prefix_caching": False}, rate=2.5,
+        slo="itl_es99<50ms", flags={"max_num_seqs": 12, "enable_prefix_caching": False}, rate=2.5,
         budget=90.0, run_seconds=5.0, pairs=4, fix=("gpu_memory_utilization",),
         vary={"block_size": (16, 32), "max_num_seqs": None}, seed=7, loads=(1.0, 4.0),
     )  # fmt: skip

@@ -30,7 +30,7 @@ def study(model: str, out: Path, **more: Any) -> tuple[dict[str, Any], str]:
     options = Options(
         target="simulated:h100",
         model=model,
-        slo="itl_p99<35ms",
+        slo="itl_es99<35ms",
         rate=20.0,
         run_time="5s",
         trials=2,

@@ -135,13 +135,13 @@ def test_a_server_that_runs_is_measured_and_left_alone(tmp_path: Path) -> None:
         assert server.scrape()  # it still runs
     assert (outcome.kind, outcome.exit_code) == ("measured", 0)
     assert outcome.ended == "the server runs already and is not restarted"
-    assert f"{server.url} was measured as it runs and not restarted: ITL P99" in outcome.sentence
+    assert f"{server.url} was measured as it runs and not restarted: ITL ES99" in outcome.sentence
     assert "The doctor: " in outcome.sentence
     assert optimizer.launched() == 1
 
 
 def test_what_the_doctor_prescribes_for_it_is_said() -> None:
-    measured = Measurement({"itl_p99": Reading(0.05)}, window=10.0)
+    measured = Measurement({"itl_es99": Reading(0.05)}, window=10.0)
     findings = (
         TrialFinding("seq-cap", "warning", "Too few sequences", {}, ({"max_num_seqs": 64},)),
         TrialFinding("kv-idle", "info", "An idle pool", {}, ({"max_num_seqs": 128},)),

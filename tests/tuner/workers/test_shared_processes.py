@@ -40,7 +40,7 @@ class Processes:
         words = [sys.executable, "-S", "wrapper.py", str(FAKE), "fake", "--time-scale", "0.2"]
         whole = [
             "optimize", "--study", "s", "--out", "out", "--workload", "random", "--strategy", "random",
-            "--target", f"{shlex.join(words)} {{flags}} --port {{port}}", "--slo", "ttft_p95<60s",
+            "--target", f"{shlex.join(words)} {{flags}} --port {{port}}", "--slo", "ttft_es95<60s",
             "--rate", str(rate), "--run-time", run_time, "--trials", str(TRIALS), "--pairs", "2", *arguments,
         ]  # fmt: skip
         self.started[name] = Vtune(self.place, *whole, name=name, environment=environment)
