@@ -201,7 +201,14 @@ class Facts:
         if confirmation:
             verdicts += [confirmation.baseline.verdict, confirmation.candidate.verdict]
             found += confirmation.notes
-        doubts = Counter(VERDICT_WORDS[verdict].lower() for verdict in verdicts if verdict != "ok")
+        doubts = Counter(
+            VERDICT_WORDS[verdict].lower()
+            for joined in verdicts
+            for verdict in joined.split(
+                ", "
+            )  # a measurement of several runs names each verdict that they had
+            if verdict != "ok"
+        )
         if doubts:
             words = ", ".join(f"{count} × {doubt}" for doubt, count in doubts.most_common())
             found.append(f"Warning, of the measurements: {words} (see the trials)")
