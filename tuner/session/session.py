@@ -18,6 +18,7 @@ from tuner.session.new_job import RUNS, RequestedJob, requested_job
 from tuner.study.budget import parse_seconds
 from tuner.workers.storage import (
     Heartbeat,
+    WorkerStorage,
     create_study,
     has_job,
     has_study,
@@ -75,7 +76,7 @@ class Session:
         return self.place.storage or f"sqlite:///{_database(out).resolve()}"
 
     @contextlib.contextmanager
-    def storage(self, out: Path, shared: bool) -> Iterator[optuna.storages.RDBStorage]:
+    def storage(self, out: Path, shared: bool) -> Iterator[optuna.storages.RDBStorage | WorkerStorage]:
         """``shared``: by several workers. Raises StorageError."""
         storage = open_storage(self.storage_url(out), Heartbeat() if shared else None)
         try:

@@ -28,7 +28,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from tuner.runs.interrupts import Interrupts
 from tuner.search.study import Proposal, Study
 from tuner.workers.machine import Machine
-from tuner.workers.storage import SharedStorage, experimental
+from tuner.workers.storage import SharedStorage, WorkerStorage, experimental
 
 MEMBERSHIP, TURN = "membership", "turn"
 SEED_STEP = 7919
@@ -36,7 +36,7 @@ SEED_STEP = 7919
 
 
 class Coordination:
-    """The workers of a study that this process has to itself: there is nobody to wait for."""
+    """The workers of a study that this process has to itself: there is no other to wait for."""
 
     shared = False
     seed_offset = 0
@@ -60,7 +60,7 @@ class Coordination:
         return study.recover()
 
     def settled(self, study: Study) -> bool:
-        """Waits until no other worker measures. False: one has died, and its trial waits for somebody."""
+        """Waits until no other worker measures. False: one has died, and its trial is queued again."""
         return True
 
 
@@ -71,7 +71,7 @@ class SharedCoordination(Coordination):
 
     def __init__(
         self,
-        storage: SharedStorage,
+        storage: WorkerStorage,
         record: optuna.Study,
         machine: Machine,
         note: Callable[[str], None] = lambda text: None,
@@ -80,16 +80,15 @@ class SharedCoordination(Coordination):
         """``poll``: seconds between two looks at what another worker does."""
         self.machine, self._note, self._poll = machine, note, poll
         self._configs = storage
-        with experimental():
-            self._storage = storage.beating()
-        self._desk = optuna.create_study(
-            storage=self._storage, study_name=f"{record.study_name}/workers", load_if_exists=True
-        )
-        self._pulse = Pulse(self._storage)
+        self._heartbeats = storage.open_heartbeats()
+        self._storage = SharedStorage(self._heartbeats, storage.retry, max_age=0.0)  # who lives changes
+        name = f"{record.study_name}/workers"
+        self._tickets = optuna.create_study(storage=self._storage, study_name=name, load_if_exists=True)
+        self._pulse = HeartbeatThread(self._heartbeats, storage.heartbeat.interval)
         self._differing: set[str] = set()
         self._next_check = time.monotonic()
         self.id = ""
-        self._enlist()
+        self._register()
 
     def __enter__(self) -> SharedCoordination:
         self._pulse.start()
@@ -106,7 +105,7 @@ class SharedCoordination(Coordination):
     @contextmanager
     def turn(self, study: Study) -> Iterator[None]:
         with self._turn() as living:
-            self._bury(study, living)
+            self._requeue_lost(study, living)
             yield
 
     @contextmanager
@@ -136,7 +135,7 @@ class SharedCoordination(Coordination):
                 return True
             if any(_worker(t) not in living for t in running):
                 with self._turn() as now_living:
-                    if self._bury(study, now_living):
+                    if self._requeue_lost(study, now_living):
                         return False
                 continue
             if not told:
@@ -144,26 +143,26 @@ class SharedCoordination(Coordination):
                 told = True
             time.sleep(self._poll)
 
-    def _bury(self, study: Study, living: set[str]) -> int:
+    def _requeue_lost(self, study: Study, living: set[str]) -> int:
         """Queue again what dead workers left; returns how many trials."""
         lost = study.recover(lambda trial: _worker(trial) not in living)
         if lost:
             self._note(f"{lost} trial(s) whose worker died will be tried again")
         return lost
 
-    def _enlist(self) -> None:
+    def _register(self) -> None:
         """Become a member, or become one again after others took this worker for dead."""
         self.id = uuid.uuid4().hex[:12]
         number = self._ticket(MEMBERSHIP, **self.machine.to_json())
         self.seed_offset = SEED_STEP * number
-        study_id = self._storage.get_study_id_from_name(self._desk.study_name)
+        study_id = self._storage.get_study_id_from_name(self._tickets.study_name)
         self._pulse.trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
-        self._storage.retry.call(self._pulse.beat)
+        self._configs.retry.call(self._pulse.beat)
         self._warn_of_others()
 
     def _warn_of_others(self) -> None:
         """Measurements of different machines differ, and the search takes them for the configs' doing."""
-        members = [t for t in self._desk.get_trials(deepcopy=False) if _is_a(MEMBERSHIP, t)]
+        members = [t for t in self._tickets.get_trials(deepcopy=False) if _is_a(MEMBERSHIP, t)]
         hardware = {t.user_attrs["hardware"] for t in members}
         if differing := hardware - self._differing - {self.machine.hardware}:
             self._differing |= differing
@@ -183,7 +182,7 @@ class SharedCoordination(Coordination):
                 living = self._living(tickets)
                 if self.id not in living:
                     self._close(mine)
-                    self._enlist()
+                    self._register()
                     mine = self._ticket(TURN)
                     continue
                 queue = [t for t in tickets if _is_a(TURN, t) and _worker_id(t) in living]
@@ -227,14 +226,19 @@ class SharedCoordination(Coordination):
     def _running(self) -> list[FrozenTrial]:
         """The tickets and memberships that run; now and then those of dead workers are found out first.
 
-        After the database was away nobody is judged for a while: nobody could beat.
+        After the database was away no worker is judged for a while, for none could beat.
         """
         now = time.monotonic()
-        if now >= self._next_check and now - self._pulse.steady_since >= self._storage.heartbeat.grace:
-            with experimental():
-                optuna.storages.fail_stale_trials(self._desk)
-            self._next_check = now + self._storage.heartbeat.interval
-        return self._desk.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        if now >= self._next_check and now - self._pulse.steady_since >= self._configs.heartbeat.grace:
+            self._configs.retry.call(self._fail_stale)
+            self._next_check = now + self._configs.heartbeat.interval
+        return self._tickets.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+
+    def _fail_stale(self) -> None:
+        """Of tickets and memberships, end those of workers whose heartbeats have stopped."""
+        study = optuna.load_study(study_name=self._tickets.study_name, storage=self._heartbeats)
+        with experimental():
+            optuna.storages.fail_stale_trials(study)
 
     def _ticket(self, role: str, **attributes: Any) -> int:
         """A new ticket's number."""
@@ -246,8 +250,8 @@ class SharedCoordination(Coordination):
             "host": self.machine.host,
             **attributes,
         }
-        self._desk.add_trial(create_trial(state=TrialState.RUNNING, user_attrs=attributes))
-        # A reply that was lost with its connection may have left two of them; the later one binds nobody.
+        self._tickets.add_trial(create_trial(state=TrialState.RUNNING, user_attrs=attributes))
+        # A reply that was lost with its connection may have left two of them; the later one is void.
         found = [t.number for t in self._running() if t.user_attrs["token"] == token]
         for superfluous in found[1:]:
             self._close(superfluous)
@@ -255,27 +259,28 @@ class SharedCoordination(Coordination):
 
     def _close(self, number: int) -> None:
         with contextlib.suppress(optuna.exceptions.UpdateFinishedTrialError):  # others closed it just now
-            self._desk.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
+            self._tickets.tell(number, state=TrialState.PRUNED, skip_if_finished=True)
 
 
 def join(
-    storage: optuna.storages.RDBStorage,
+    storage: optuna.storages.RDBStorage | WorkerStorage,
     record: optuna.Study,
     note: Callable[[str], None],
     interrupts: Interrupts,
 ) -> AbstractContextManager[Coordination]:
     """Become one of the study's workers, or the only one where its storage is not shared."""
-    if not isinstance(storage, SharedStorage):
+    if not isinstance(storage, WorkerStorage):
         return contextlib.nullcontext(Coordination())
     storage.retry.notify, storage.retry.stopping = note, lambda: interrupts.seen
     return SharedCoordination(storage, record, Machine.here(), note)
 
 
-class Pulse:
+class HeartbeatThread:
     """Heartbeats of one worker, from a thread of its own."""
 
-    def __init__(self, storage: SharedStorage) -> None:
-        self._storage = storage
+    def __init__(self, storage: optuna.storages.RDBStorage, interval: float) -> None:
+        """``interval``: seconds. A beat never waits for a database that is away: a late one has no use."""
+        self._storage, self._interval = storage, interval
         self.trial_id = -1
         self.steady_since = -math.inf
         """On the monotonic clock: no beat has failed since."""
@@ -293,7 +298,7 @@ class Pulse:
         self._storage.record_heartbeat(self.trial_id)
 
     def try_to_beat(self) -> None:
-        """Whatever the database says to it: who works with it will tell."""
+        """Errors of the database are left to the thread that works with it."""
         try:
             self.beat()
         except Exception:
@@ -302,10 +307,8 @@ class Pulse:
             self.steady_since = min(self.steady_since, time.monotonic())
 
     def _beat_on(self) -> None:
-        interval = self._storage.get_heartbeat_interval()
-        assert interval is not None, "a shared storage has heartbeats"
         try:
-            while not self._stop.wait(interval):
+            while not self._stop.wait(self._interval):
                 self.try_to_beat()
         finally:
             self._storage.remove_session()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
+import copy
 import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from servers.slo.objective import Objective
 SQLITE_BUSY_SECONDS = 60
 CONNECT_SECONDS = 10
 MAX_AGE_SECONDS = 0.5
-"""So old may be what a worker knows of what the others measure."""
+"""Of what a worker knows of what the others measure."""
 _ANSWERS = {  # a host that is gone without a word is noticed within half a minute
     "connect_timeout": CONNECT_SECONDS,
     "keepalives_idle": 10,
@@ -50,7 +50,7 @@ class StorageError(UserError):
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """How workers know of each other that they live. Seconds."""
+    """How workers know of each other that they live, in seconds."""
 
     interval: float = 10.0
     grace: float = 60.0
@@ -66,7 +66,7 @@ class RetryPolicy:
     longest_pause: float = 10.0
     notify: Callable[[str], None] = field(default=lambda text: None)
     stopping: Callable[[], bool] = field(default=lambda: False)
-    """Whether the user wants an end: then IN_A_HURRY seconds are enough."""
+    """Whether the user wants an end: then STOPPING_SECONDS are enough."""
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
 
@@ -106,62 +106,43 @@ def is_away(error: BaseException | None) -> bool:
     return "database is locked" in text if type(error.orig).__module__ == "sqlite3" else "disk" not in text
 
 
-class SharedStorage(optuna.storages.RDBStorage):
-    """An RDB that many workers use at once: it waits for a database that is away.
+def _retried(name: str) -> Callable[..., Any]:
+    """A public operation of a storage, which waits for a database that is away."""
 
-    ``record_heartbeat`` alone never waits: a beat that is late has no use.
-    """
+    def operation(self: SharedStorage, *arguments: Any, **options: Any) -> Any:
+        if not name.startswith("get_"):
+            self.refresh()
+        return self.retry.call(getattr(self._cached, name), *arguments, **options)
 
-    def __init__(self, url: URL, heartbeat: Heartbeat, retry: RetryPolicy, **options: Any) -> None:
-        self.heartbeat, self.retry = heartbeat, retry
-        self._look_seconds = MAX_AGE_SECONDS
-        self._looked: dict[int, float] = {}
-        engine: dict[str, Any] = {"pool_pre_ping": True}
-        if url.get_backend_name() == "sqlite":
-            engine["connect_args"] = {"timeout": SQLITE_BUSY_SECONDS}
-        elif url.get_driver_name() in ("psycopg", "psycopg2"):
-            engine["connect_args"] = {k: v for k, v in _ANSWERS.items() if k not in url.query}
-        super().__init__(url.render_as_string(hide_password=False), engine, **options)
-        if url.get_backend_name() == "sqlite":
-            _serialise(self.engine)
+    return operation
+
+
+class SharedStorage(optuna.storages.BaseStorage):
+    """An RDB that many workers use at once: it waits for a database that is away."""
+
+    def __init__(self, rdb: optuna.storages.RDBStorage, retry: RetryPolicy, max_age: float) -> None:
+        """``max_age``: seconds for which trials that were read are taken to be as they were, unless this
+        process writes. A decision looks at the trials some thirty times, and each time costs a dozen queries.
+        """
+        self.engine, self.retry = rdb.engine, retry
+        self._cached = optuna.storages.get_storage(rdb)
+        self._max_age = max_age
+        self._read: dict[int, tuple[float, list[FrozenTrial]]] = {}
 
     def refresh(self) -> None:
         """Let the next look at the trials see what other workers did until now."""
-        self._looked.clear()
+        self._read.clear()
 
-    def _get_trials(self, study_id: int, *arguments: Any, **options: Any) -> list[FrozenTrial]:
-        """What Optuna's cache lacks; nothing soon after the last look, unless this process has written since.
-
-        A decision looks at the trials some thirty times, and each time costs a dozen queries.
-        """
+    def get_all_trials(
+        self, study_id: int, deepcopy: bool = True, states: Container[TrialState] | None = None
+    ) -> list[FrozenTrial]:
         now = self.retry.clock()
-        if now < self._looked.get(study_id, -math.inf) + self._look_seconds:
-            return []
-        operation = super()._get_trials
-        found: list[FrozenTrial] = self.retry.call(operation, study_id, *arguments, **options)
-        self._looked[study_id] = now
-        return found
-
-    def beating(self) -> SharedStorage:
-        """The same database, for a study whose trials live by heartbeats.
-
-        On such a storage Optuna warns of every trial that is asked for, so the configs' study has the other.
-        """
-        storage = SharedStorage(
-            make_url(self.url),
-            self.heartbeat,
-            self.retry,
-            skip_compatibility_check=True,
-            skip_table_creation=True,
-            heartbeat_interval=self.heartbeat.interval,
-            grace_period=self.heartbeat.grace,
-        )
-        storage._look_seconds = 0.0  # who lives and who is first is asked anew each time
-        return storage
-
-    def close(self) -> None:
-        self.remove_session()
-        self.engine.dispose()
+        read_at, trials = self._read.get(study_id, (-math.inf, []))
+        if now >= read_at + self._max_age:
+            trials = self.retry.call(self._cached.get_all_trials, study_id, deepcopy=False)
+            self._read[study_id] = now, trials
+        chosen = [trial for trial in trials if states is None or trial.state in states]
+        return copy.deepcopy(chosen) if deepcopy else chosen
 
     def set_trial_state_values(
         self, trial_id: int, state: TrialState, values: Sequence[float] | None = None
@@ -174,7 +155,7 @@ class SharedStorage(optuna.storages.RDBStorage):
             nonlocal attempts
             attempts += 1
             try:
-                return super(SharedStorage, self).set_trial_state_values(trial_id, state, values)
+                return bool(self._cached.set_trial_state_values(trial_id, state, values))
             except UpdateFinishedTrialError:
                 if attempts > 1 and self.get_trial(trial_id).state == state:
                     return True
@@ -182,32 +163,64 @@ class SharedStorage(optuna.storages.RDBStorage):
 
         return bool(self.retry.call(attempt))
 
+    create_new_study = _retried("create_new_study")
+    delete_study = _retried("delete_study")
+    set_study_user_attr = _retried("set_study_user_attr")
+    set_study_system_attr = _retried("set_study_system_attr")
+    get_study_id_from_name = _retried("get_study_id_from_name")
+    get_study_name_from_id = _retried("get_study_name_from_id")
+    get_study_directions = _retried("get_study_directions")
+    get_study_user_attrs = _retried("get_study_user_attrs")
+    get_study_system_attrs = _retried("get_study_system_attrs")
+    get_all_studies = _retried("get_all_studies")
+    create_new_trial = _retried("create_new_trial")
+    set_trial_param = _retried("set_trial_param")
+    set_trial_intermediate_value = _retried("set_trial_intermediate_value")
+    set_trial_user_attr = _retried("set_trial_user_attr")
+    set_trial_system_attr = _retried("set_trial_system_attr")
+    get_trial = _retried("get_trial")
+    get_trial_id_from_study_id_trial_number = _retried("get_trial_id_from_study_id_trial_number")
 
-def _retrying(name: str) -> Callable[..., Any]:
-    operation = getattr(optuna.storages.RDBStorage, name)
+    def remove_session(self) -> None:
+        self._cached.remove_session()
 
-    @functools.wraps(operation)
-    def call(self: SharedStorage, *arguments: Any, **options: Any) -> Any:
-        if not name.lstrip("_").startswith("get_"):
-            self.refresh()
-        return self.retry.call(operation, self, *arguments, **options)
-
-    return call
+    def close(self) -> None:
+        self.remove_session()
+        self.engine.dispose()
 
 
-_BEHIND_THE_CACHE = {
-    "_create_new_trial",
-    "_get_best_trial_id",
-    "_get_stale_trial_ids",
-    "_set_trial_param",
-    "get_trial_id_from_study_id_trial_number",
-}
-"""What Optuna's cache, which it puts before every RDB, asks for beside the public operations."""
-for _name in (optuna.storages.BaseStorage.__abstractmethods__ | _BEHIND_THE_CACHE) - {
-    "set_trial_state_values"
-}:
-    setattr(SharedStorage, _name, _retrying(_name))
-del _name
+class WorkerStorage(SharedStorage):
+    """Where the configs of a study are, with the database's other side at hand: heartbeats."""
+
+    def __init__(self, url: URL, heartbeat: Heartbeat, retry: RetryPolicy) -> None:
+        self.url, self.heartbeat = url, heartbeat
+        super().__init__(_open_rdb(url), retry, MAX_AGE_SECONDS)
+
+    def open_heartbeats(self) -> optuna.storages.RDBStorage:
+        """The same database, for a study whose trials live by heartbeats; it waits for nothing.
+
+        On such a storage Optuna warns of every trial that is asked for, so the configs' study has the other.
+        """
+        with experimental():
+            return _open_rdb(
+                self.url,
+                skip_compatibility_check=True,
+                skip_table_creation=True,
+                heartbeat_interval=self.heartbeat.interval,
+                grace_period=self.heartbeat.grace,
+            )
+
+
+def _open_rdb(url: URL, **options: Any) -> optuna.storages.RDBStorage:
+    engine: dict[str, Any] = {"pool_pre_ping": True}
+    if url.get_backend_name() == "sqlite":
+        engine["connect_args"] = {"timeout": SQLITE_BUSY_SECONDS}
+    elif url.get_driver_name() in ("psycopg", "psycopg2"):
+        engine["connect_args"] = {k: v for k, v in _ANSWERS.items() if k not in url.query}
+    rdb = optuna.storages.RDBStorage(url.render_as_string(hide_password=False), engine, **options)
+    if url.get_backend_name() == "sqlite":
+        _serialise(rdb.engine)
+    return rdb
 
 
 def mask(url: str) -> str:
@@ -236,10 +249,10 @@ def sqlite_file(url: str) -> Path | None:
 
 def open_storage(
     url: str, heartbeat: Heartbeat | None = None, retry: RetryPolicy | None = None
-) -> optuna.storages.RDBStorage:
+) -> optuna.storages.RDBStorage | WorkerStorage:
     """The storage behind an RDB URL such as ``sqlite:///studies.db``. Raises StorageError.
 
-    With a ``heartbeat`` it is a SharedStorage, for many workers at once.
+    With a ``heartbeat`` it is a WorkerStorage, for many workers at once.
     """
     parsed = _parsed(url)
     if parsed is None:
@@ -251,7 +264,7 @@ def open_storage(
         try:
             if heartbeat is None:
                 return optuna.storages.RDBStorage(url)
-            return SharedStorage(parsed, heartbeat, retry or RetryPolicy())
+            return WorkerStorage(parsed, heartbeat, retry or RetryPolicy())
         except Exception as error:  # SQLAlchemy, the driver or Alembic, each with errors of its own
             if attempt < _OPENINGS and _is_race(error):
                 time.sleep(0.2 * attempt)
@@ -340,7 +353,7 @@ def open_study(storage: optuna.storages.BaseStorage, name: str, objective: Objec
 def has_job(record: optuna.Study, sleep: Callable[[float], None] = time.sleep) -> bool:
     """Whether the study says what it is for; False for one whose creator died before it had said so.
 
-    A study with trials is somebody's in any case.
+    A study with trials has an owner in any case.
     """
     for _ in range(_JOB_POLLS):
         if "job" in record.user_attrs or record.get_trials(deepcopy=False):

@@ -198,7 +198,7 @@ def unexamined(*_: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return (), ()
 
 
-def without_report(name: str, optimizer: Optimizer, target: Any, outcome: Any, advice: Any) -> Any:
+def without_report(optimizer: Optimizer, outcome: Any, advice: Any) -> Any:
     """What :func:`tuner.report.study_result.conclude` returns, without a report's charts."""
     return study_result_module.StudyResult(
         0, (outcome.sentence,), "{}", files=(), launched=optimizer.launched()

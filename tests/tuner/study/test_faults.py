@@ -41,7 +41,7 @@ from tuner.runs.load import Load
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
 from tuner.study.trial import Bench, ClientKilled, Criteria, SetupFailed
-from tuner.workers.coordination import Pulse
+from tuner.workers.coordination import HeartbeatThread
 from tuner.workers.local_workers import LocalWorker, LocalWorkers, WorkersError, shares
 from tuner.workers.storage import open_study
 
@@ -339,7 +339,7 @@ class Database:
 
 def test_after_the_database_was_away_nobody_is_judged_for_a_while() -> None:
     database: Any = Database()
-    pulse = Pulse(database)
+    pulse = HeartbeatThread(database, 10.0)
     pulse.try_to_beat()
     assert pulse.steady_since == float("-inf")
     database.away = True

@@ -1,7 +1,5 @@
 """The storage's URL and its errors, and patience with a database that is away, on a clock of the test's."""
 
-import inspect
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +9,6 @@ import optuna
 import pytest
 import sqlalchemy.exc as exc
 from optuna.exceptions import StorageInternalError, UpdateFinishedTrialError
-from optuna.storages._cached_storage import _CachedStorage
 from optuna.trial import TrialState
 
 from servers.slo.objective import parse_slo
@@ -92,7 +89,7 @@ def test_one_that_does_not_come_back_is_given_up(retry: RetryPolicy, time_: Time
     assert 20 < time_.now <= 30
 
 
-def test_somebody_who_wants_an_end_is_not_kept(retry: RetryPolicy, time_: Time) -> None:
+def test_a_user_who_wants_an_end_is_not_kept(retry: RetryPolicy, time_: Time) -> None:
     retry.stopping = lambda: True
     with pytest.raises(StorageInternalError):
         retry.call(failing(1000, gone()))
@@ -141,16 +138,14 @@ def test_sqlite_is_waited_for_when_locked_and_not_when_the_disk_is_full() -> Non
     assert not is_away(failure("database or disk is full"))
 
 
-def test_everything_that_optunas_cache_asks_the_database_is_patient() -> None:
-    asked = set(re.findall(r"self\._backend\.(\w+)\(", inspect.getsource(_CachedStorage)))
-    assert "_get_trials" in asked
-    answered_at_once = {
-        "record_heartbeat",  # one that is late has no use
-        "get_heartbeat_interval",
-        "get_heartbeat_stale_trial_callback",
-    }
-    patient = {name for name in asked if name in vars(SharedStorage)}
-    assert asked - patient == answered_at_once & asked
+def test_every_operation_of_a_storage_is_retried() -> None:
+    """``get_storage``, which puts Optuna's cache before an RDB, is no documented part of its interface: look
+    at it again with another version of Optuna."""
+    assert optuna.__version__.split(".")[:2] == ["5", "0"]
+    cached = optuna.storages.get_storage(optuna.storages.RDBStorage("sqlite://"))
+    assert not isinstance(cached, optuna.storages.RDBStorage)
+    own = optuna.storages.BaseStorage.__abstractmethods__ - vars(SharedStorage).keys()
+    assert not own
 
 
 @pytest.fixture
@@ -169,8 +164,8 @@ def test_a_change_that_was_made_before_its_reply_was_lost_is_ours(
     original = optuna.storages.RDBStorage.set_trial_state_values
     replies = iter([gone()])
 
-    def unheard(self: optuna.storages.RDBStorage, *arguments: Any) -> Any:
-        done = original(self, *arguments)
+    def unheard(self: optuna.storages.RDBStorage, *arguments: Any, **options: Any) -> Any:
+        done = original(self, *arguments, **options)
         for error in replies:
             raise error
         return done
@@ -179,8 +174,10 @@ def test_a_change_that_was_made_before_its_reply_was_lost_is_ours(
     study.tell(trial, 1.0)
     assert study.trials[0].state == TrialState.COMPLETE
     assert len(time_.naps) == 1
-    with pytest.raises(UpdateFinishedTrialError):  # somebody else's change is not ours
-        shared.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+    study_id = shared.get_study_id_from_name("s")
+    number = shared.get_trial_id_from_study_id_trial_number(study_id, trial.number)
+    with pytest.raises(UpdateFinishedTrialError):  # another worker's change is not ours
+        shared.set_trial_state_values(number, TrialState.FAIL)
 
 
 def test_of_two_that_create_a_study_one_does(shared: Any) -> None:
