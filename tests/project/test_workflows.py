@@ -17,6 +17,9 @@ import vtune_cli
 ROOT = Path(__file__).parents[2]
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = [
+    path for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")) if path.name != "config.yml"
+]
 STEPS: list[dict[str, Any]] = ACTION["runs"]["steps"]
 SCRIPTS = [step["run"] for step in STEPS if "run" in step]
 
@@ -30,6 +33,17 @@ def test_workflows_run_what_there_is(path: Path) -> None:
         if step.get("uses") == "./":
             assert set(step["with"]) <= set(ACTION["inputs"])
             assert (ROOT / step["with"]["counters"]).is_file()
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_issue_forms_are_ones_that_github_shows(path: Path) -> None:
+    form = yaml.safe_load(path.read_text())
+    assert set(form) == {"name", "description", "labels", "body"}
+    assert len({part["id"] for part in form["body"]}) == len(form["body"])
+    for part in form["body"]:
+        assert part["type"] in ("input", "textarea")
+        assert set(part) <= {"type", "id", "attributes", "validations"}
+        assert part["attributes"]["label"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
