@@ -9,3 +9,11 @@ class EngineUserError(Exception):
     The message says what was wrong, where, and what to do. It is the engine's own base, because the engine
     imports no other package of this project.
     """
+
+
+class ConfigError(EngineUserError):
+    """A flag's value breaks a rule. The message names flag, value, rule and fix."""
+
+    def __init__(self, flag: str, value: object, rule: str, fix: str) -> None:
+        self.flag, self.value, self.rule, self.fix = flag, value, rule, fix
+        super().__init__(f"--{flag.replace('_', '-')} {value}: {rule}. Fix: {fix}.")

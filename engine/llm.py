@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from engine.config import EngineConfig, SpeculativeConfig, StructuredOutputsConfig
+from engine.config import EngineConfig, StructuredOutputsConfig
 from engine.core import EngineCore
 from engine.errors import EngineUserError
 from engine.models.checkpoint import load_model_config
 from engine.models.weights import resolve_model
 from engine.request import Request, RequestStatus, SamplingParams
+from engine.speculative_config import SpeculativeConfig
 from engine.step import RequestOutput, StepOutput, StepPlan, TokenLogprobs
 from engine.text.text_stream import TextStream
 from engine.text.tokenizer import Tokenizer

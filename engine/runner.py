@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from engine.baselines.padding import padding_sequences
-from engine.config import GIB, ConfigError, EngineConfig
+from engine.config import GIB, EngineConfig
+from engine.errors import ConfigError
 from engine.kernels import make_kernels
 from engine.kernels.base import Batch
 from engine.kernels.device import (

@@ -1,4 +1,4 @@
-"""What the laboratory's benchmarks share: engines on virtual or real time, models known by their shapes."""
+"""What the benchmarks of the baselines share: engines on virtual or real time, models by their shapes."""
 
 from __future__ import annotations
 

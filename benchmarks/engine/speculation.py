@@ -28,12 +28,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.models.model import Decoder
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from engine.spec.proposer import Proposer, TargetStep
+from engine.speculative_config import SpeculativeConfig
 from engine.step import StepOutput, StepPlan
 
 FLAGS: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 768}

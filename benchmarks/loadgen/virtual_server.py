@@ -15,10 +15,11 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.metrics.prometheus import PrometheusMetrics
 from engine.request import Request, SamplingParams
+from engine.speculative_config import SpeculativeConfig
 from engine.step import StepPlan, StepResult
 
 CONTEXT = 4096

@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.engine.shapes import SHAPES, shape
 from benchmarks.tuner.noise import TABLE
 from benchmarks.tuner.problems import CPU, MEASURED, THRESHOLD, Key, Problem, runs_out_of_memory
-from engine.config import ConfigError
+from engine.errors import ConfigError
 from engine.sim.server import SimulatedServer, Simulation
 from engine.sim.step_times import StepTimes
 from engine.step import StepOutput, StepPlan

@@ -11,9 +11,10 @@ from typing import Annotated, TypeVar
 
 from msgspec import Meta, Struct, field
 
-from engine.config import METHODS, MODEL_METHODS, ConfigError, EngineConfig, Method, SpeculativeConfig
-from engine.errors import EngineUserError
+from engine.config import EngineConfig
+from engine.errors import ConfigError, EngineUserError
 from engine.fields import FieldError, Integer, NaturalNumber, PositiveInteger, describe, read_fields
+from engine.speculative_config import METHODS, MODEL_METHODS, Method, SpeculativeConfig
 
 S = TypeVar("S", bound=Struct)
 

@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 import numpy as np
 import torch
 
-from engine.config import GIB, ConfigError, EngineConfig
+from engine.config import GIB, EngineConfig
+from engine.errors import ConfigError
 from engine.kernels.base import Batch, Kernels
 from engine.sampling.sampler import Sampler
 

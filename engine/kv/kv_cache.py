@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from struct import Struct
 
-from engine.config import GIB, ConfigError, EngineConfig
+from engine.config import GIB, EngineConfig
+from engine.errors import ConfigError
 from engine.kv.blocks import BlockPool
 from engine.request import Hasher, Request
 

@@ -11,9 +11,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from engine.config import ConfigError, EngineConfig, KVCacheDtype, SpeculativeConfig, StructuredOutputsConfig
+from engine.config import EngineConfig, KVCacheDtype, StructuredOutputsConfig
+from engine.errors import ConfigError
 from engine.server.serve_arguments import normalize
-from engine.server.vllm_flags import VLLM_FLAGS
+from engine.server.unsupported_flags import UNSUPPORTED_FLAGS
+from engine.speculative_config import SpeculativeConfig
 
 HELP = """Serve a model over OpenAI's HTTP API, with vLLM's flags and vLLM's metrics.
 
@@ -35,16 +37,25 @@ Examples:
 
   vtune serve bundled --served-model-name small default --speculative-config.method ngram
 """
-BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
-COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+UNIT_BYTES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+}
+COUNT_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 def parse_bytes(text: str) -> int:
     """``2GiB``, ``512 MiB``, ``1.5GB``, or bytes. Raises BadParameter."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", str(text).strip())
-    if match is None or match[2].lower() not in BYTES:
+    if match is None or match[2].lower() not in UNIT_BYTES:
         raise typer.BadParameter(f"{text!r} is not a size; write e.g. 2GiB or 512MiB")
-    size = float(match[1]) * BYTES[match[2].lower()]
+    size = float(match[1]) * UNIT_BYTES[match[2].lower()]
     if size == math.inf:
         raise typer.BadParameter(f"{text[:40]!r}... is larger than any machine")
     return int(size)
@@ -53,7 +64,7 @@ def parse_bytes(text: str) -> int:
 def parse_count(text: str) -> int:
     """``8192``, ``8k`` (8,000) or ``8K`` (8,192), as vLLM has it. Raises BadParameter."""
     match = re.fullmatch(r"(-?\d+(?:\.\d+)?)([kKmMgG]?)", str(text).strip())
-    value = float(match[1]) * COUNTS[match[2]] if match else 0.5
+    value = float(match[1]) * COUNT_SUFFIXES[match[2]] if match else 0.5
     if not value.is_integer():
         raise typer.BadParameter(f"{text!r} is not a whole number; write e.g. 8192, 8k or 8K")
     return int(value)
@@ -248,7 +259,7 @@ def _model(arguments: list[str], option: str) -> str:
 
 def _unknown_flag(flag: str) -> str:
     name = normalize(flag).lstrip("-").removeprefix("no-")
-    if name in VLLM_FLAGS or not flag.startswith("--"):
+    if name in UNSUPPORTED_FLAGS or not flag.startswith("--"):
         return (
             f"{flag} is a flag of vLLM that this engine does not have; vtune serve --help lists those it has"
         )

@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from engine.config import GIB, ConfigError, EngineConfig, SpeculativeConfig
+from engine.config import GIB, EngineConfig
 from engine.core import EngineCore, Scheduler, make_scheduler
+from engine.errors import ConfigError
 from engine.metrics.exposition import Exposition
 from engine.metrics.prometheus import PrometheusMetrics
 from engine.metrics.stats import FinishedStats
@@ -22,6 +23,7 @@ from engine.sim.devices import Device, Sizes, kv_bytes_per_token, layer_paramete
 from engine.sim.fast_decode import FastDecodeScheduler
 from engine.sim.simulate import TOKEN_ID, ModelSize, SimulatedRunner, TimedRequest, VirtualClock
 from engine.sim.step_times import StepLoad, StepTimes
+from engine.speculative_config import SpeculativeConfig
 from engine.step import Outputs
 
 RESERVED_BYTES = GIB

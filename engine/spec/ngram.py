@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from engine.config import SpeculativeConfig
 from engine.kernels.base import Int32
 from engine.spec.history import TokenHistories
 from engine.spec.proposer import Proposer, TargetStep
+from engine.speculative_config import SpeculativeConfig
 
 
 class NgramProposer(Proposer):

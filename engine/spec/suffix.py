@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.config import SpeculativeConfig
 from engine.kernels.base import Int32
 from engine.spec.history import TokenHistories
 from engine.spec.proposer import Proposer, TargetStep
+from engine.speculative_config import SpeculativeConfig
 
 MAX_OCCURRENCES = 64
 """How many occurrences of a context vote at most: the latest ones."""

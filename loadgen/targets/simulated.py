@@ -106,7 +106,7 @@ class SimulatedTarget(Target):
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenSimulation]:
         """Raises StartFailed: bad_flag, out_of_memory or kv_cache_too_small."""
-        from engine.config import ConfigError
+        from engine.errors import ConfigError
         from engine.sim.server import SimulatedServer
 
         try:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.kernels.device import capture_sizes, memory_of, pick_device, warn_of_unused
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")

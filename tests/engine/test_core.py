@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from serving_kit import HashRunner, hash_token
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.errors import ConfigError
 from engine.request import Request, RequestStatus, SamplingParams
 
 CONFIG = EngineConfig(

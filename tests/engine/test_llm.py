@@ -9,7 +9,7 @@ import pytest
 from tiny_llama import VOCAB, save_tiny_llama
 
 from engine.cache import FetchError
-from engine.config import ConfigError
+from engine.errors import ConfigError
 from engine.llm import LLM, PromptError
 from engine.models.bundled import fetch_bundled
 from engine.request import SamplingParams

@@ -11,10 +11,12 @@ import torch
 from reference_model import Reference
 from tiny_llama import VOCAB, make_request, run_step, save_tiny_llama, write_config
 
-from engine.config import ConfigError, EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.kernels.native import NativeKernels, NativeUnavailable, load_library
 from engine.models.model_error import ModelError
 from engine.runner import ModelRunner
+from engine.speculative_config import SpeculativeConfig
 from engine.step import PLACEHOLDER_TOKEN_ID, StepResult
 
 LLAMA3_ROPE = {

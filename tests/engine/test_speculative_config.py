@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import ConfigError, SpeculativeConfig
+from engine.errors import ConfigError
+from engine.speculative_config import SpeculativeConfig
 
 
 def parse(**keys: Any) -> SpeculativeConfig:

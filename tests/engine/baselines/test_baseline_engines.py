@@ -1,4 +1,4 @@
-"""The schedulers of the laboratory on a model: the tokens are those of the unified one, whatever the way."""
+"""The baseline schedulers on a model: their tokens are those of the unified scheduler."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from tiny_llama import VOCAB, write_config
 
 from engine.baselines.occupancy import Occupancy
 from engine.baselines.two_track import TwoTrackScheduler
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.errors import ConfigError
 from engine.explain.explain import explain
 from engine.explain.explain_input import ExplainError, read_config, read_requests
 from engine.explain.explain_table import budget_bar, describe_events, describe_setup

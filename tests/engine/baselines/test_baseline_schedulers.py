@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from scheduler_lab import ShadowKV, shares
 
 from engine.baselines.two_track import TwoTrackScheduler
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core import Scheduler, make_scheduler
+from engine.errors import ConfigError
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.step import AdmissionStop, StepOutput, StepPlan, StepResult
 

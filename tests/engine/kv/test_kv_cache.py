@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.config import GIB, ConfigError, EngineConfig
+from engine.config import GIB, EngineConfig
+from engine.errors import ConfigError
 from engine.kv.kv_cache import KVCacheManager, MemoryPlan, plan_memory
 from engine.request import Request, SamplingParams
 

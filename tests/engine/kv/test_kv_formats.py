@@ -10,8 +10,9 @@ import torch
 from tiny_llama import make_request, run_step
 from tiny_models import CASES, VOCAB, save_tiny
 
-from engine.config import ConfigError, EngineConfig, KVCacheDtype
+from engine.config import EngineConfig, KVCacheDtype
 from engine.core import EngineCore
+from engine.errors import ConfigError
 from engine.kernels.cpu import TorchKernels
 from engine.kernels.host import HostBlocks, block_tensors
 from engine.kv.kv_cache import plan_memory

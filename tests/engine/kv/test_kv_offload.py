@@ -12,8 +12,9 @@ from random_workloads import Run, Spec, configs, many, without_aborts, workloads
 from scheduler_lab import Lab, shares
 from tiny_llama import write_config
 
-from engine.config import ConfigError, EngineConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.errors import ConfigError
 from engine.kernels.host import HostBlocks
 from engine.kv.kv_offload import HostOffload
 from engine.kv.kv_transfer import KVConnectorWorker, KVLoad

@@ -15,11 +15,13 @@ from random_workloads import EOS, Spec, configs, many, workloads
 from scheduler_lab import ShadowKV
 from tiny_llama import VOCAB, write_config
 
-from engine.config import ConfigError, EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.errors import ConfigError
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.runner import ModelRunner
 from engine.scheduling.scheduler import UnifiedScheduler
+from engine.speculative_config import SpeculativeConfig
 from engine.step import PLACEHOLDER_TOKEN_ID, ScheduledRequest, StepPlan, StepResult
 
 
@@ -404,7 +406,7 @@ def test_a_fault_in_the_runner_is_raised(model: Path) -> None:
         run.step()
 
 
-def test_the_schedulers_of_the_laboratory_refuse_it() -> None:
+def test_the_baseline_schedulers_refuse_it() -> None:
     config = EngineConfig(async_scheduling=True, scheduler="static", max_model_len=64)
     with pytest.raises(ConfigError, match=r"--async-scheduling True: .*static"):
         config.validate()

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from random_workloads import Run, Spec, configs, many, without_aborts, workloads
 from scheduler_lab import Lab, shares
 
-from engine.config import ConfigError, EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.explain.explain import explain
 from engine.explain.explain_input import read_config, read_requests
 from engine.request import RequestStatus
 from engine.scheduling.budget import StepBudget
 from engine.scheduling.scheduler import UnifiedScheduler
+from engine.speculative_config import SpeculativeConfig
 from engine.step import PLACEHOLDER_TOKEN_ID, AdmissionStop, StepPlan
 
 DRAFT_MODEL = SpeculativeConfig(method="draft_model", model="draft", num_speculative_tokens=3)

@@ -12,8 +12,9 @@ import typer
 from typer.testing import CliRunner
 
 import engine.server.server
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.server.serve_command import parse_bytes, parse_count
+from engine.speculative_config import SpeculativeConfig
 from vtune_cli import app
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.request import Request, SamplingParams
 from engine.scheduling.scheduler import UnifiedScheduler
+from engine.speculative_config import SpeculativeConfig
 from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, StepOutput, StepPlan, StepResult
 
 Emit = Callable[[Request, Sequence[int]], list[int]]

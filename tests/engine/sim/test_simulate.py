@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import RequestStatus, SamplingParams
 from engine.sim.simulate import (
@@ -23,6 +23,7 @@ from engine.sim.simulate import (
     run_workload,
 )
 from engine.sim.step_times import StepTimes
+from engine.speculative_config import SpeculativeConfig
 from engine.step import StepOutput, StepPlan
 
 SIZE = ModelSize(weights_bytes=0, kv_bytes_per_token=1, max_model_len=256)

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from llama_8b import CONFIG
 
-from engine.config import GIB, ConfigError
+from engine.config import GIB
+from engine.errors import ConfigError
 from engine.models.model_config import ModelConfig
 from engine.request import SamplingParams
 from engine.sim.devices import DEVICES

@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 from tiny_llama import VOCAB, save_tiny_llama
 
 from engine.cache import FetchError
-from engine.config import EngineConfig, SpeculativeConfig
+from engine.config import EngineConfig
 from engine.llm import LLM
 from engine.models.bundled import fetch_bundled
 from engine.models.checkpoint import load_model_config
@@ -23,6 +23,7 @@ from engine.models.model_error import ModelError
 from engine.request import SamplingParams
 from engine.runner import ModelRunner
 from engine.spec.network import NetworkProposer
+from engine.speculative_config import SpeculativeConfig
 from engine.step import StepOutput, StepPlan
 from engine.training.train_eagle import EagleHead, save
 

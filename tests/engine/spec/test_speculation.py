@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from engine.config import SpeculativeConfig
 from engine.sampling.rejection import accept
 from engine.spec.ngram import NgramProposer
+from engine.speculative_config import SpeculativeConfig
 
 
 def proposer(k: int, low: int, high: int, max_model_len: int = 1000) -> NgramProposer:

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from engine.config import SpeculativeConfig
 from engine.kernels.base import Int32
 from engine.request import Request, RequestStatus, SamplingParams
 from engine.spec.history import TokenHistories
 from engine.spec.suffix import MAX_OCCURRENCES, PastOutputs, SuffixProposer
+from engine.speculative_config import SpeculativeConfig
 
 
 def proposer(k: int = 8, max_model_len: int = 1000, **keys: float) -> SuffixProposer:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from serving_kit import EOS, HashRunner, make_model
 
-from engine.config import ConfigError, EngineConfig, StructuredOutputsConfig
+from engine.config import EngineConfig, StructuredOutputsConfig
 from engine.core import EngineCore
+from engine.errors import ConfigError
 from engine.request import Request, RequestStatus, SamplingParams, StructuredOutputsParams
 from engine.step import StepPlan, StepResult
 from engine.structured.grammars import MAX_CACHED_GRAMMARS, Grammar, GrammarError, Grammars, LLGuidance

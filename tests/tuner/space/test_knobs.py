@@ -163,7 +163,8 @@ def test_long_partial_prefills_exist_beside_partial_ones() -> None:
 
 def test_the_engine_takes_every_config_that_no_rule_refuses() -> None:
     """So that rules are the engine's own, as far as they do not depend on a model."""
-    from engine.config import EngineConfig, SpeculativeConfig
+    from engine.config import EngineConfig
+    from engine.speculative_config import SpeculativeConfig
 
     names = {knob.name: None for knob in knobs_of("bundled")}
     found = space(around=Surroundings("bundled", longest_request=2000), vary=names)

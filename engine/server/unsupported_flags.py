@@ -68,5 +68,5 @@ tool-strict-level trust-remote-code trust-request-chat-template trust-request-mm
 use-fp64-gumbel use-replayssm use-tqdm-on-load use-v2-block-manager video-pruning-method
 video-pruning-rate watermark watermark-config weight-transfer-config worker-cls worker-extension-cls
 """
-VLLM_FLAGS = frozenset(_NAMES.split())
+UNSUPPORTED_FLAGS = frozenset(_NAMES.split())
 """Long names without dashes in front; ``--no-…`` forms under the name they negate."""
