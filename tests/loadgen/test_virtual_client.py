@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from step_server import STEP, StepServer
 
 from loadgen.measure.record import Failure, Records
 from loadgen.plan.arrivals import ClosedLoop, Constant
@@ -21,58 +22,6 @@ from loadgen.sim.routing import (
     tokens_of,
 )
 from loadgen.sim.virtual import VirtualClient, records_of
-from loadgen.sim.virtual_server import Answer, Answers
-
-STEP = 0.1
-ROOM = 1000
-
-
-class StepServer:
-    """Everybody gets a token a step."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.delay = self.late = 0.0
-        self.left: dict[str, int] = {}
-        self.served: list[str] = []
-
-    @property
-    def busy(self) -> bool:
-        return bool(self.left)
-
-    def entry(self, prompt_tokens: int) -> float:
-        return self.delay
-
-    def submit(self, request_id: str, token_ids: Sequence[int], planned: PlannedRequest, at: float) -> None:
-        if len(token_ids) > ROOM:
-            raise ValueError(f"{len(token_ids)} tokens are too many")
-        if not self.left:
-            self.now = max(self.now, at)
-        self.left[request_id] = planned.max_tokens
-        self.served.append(request_id)
-
-    def step(self) -> Answers:
-        self.now += STEP
-        ids = list(self.left)
-        others = {}
-        for row, name in enumerate(ids):
-            self.left[name] -= 1
-            if not self.left[name]:
-                del self.left[name]
-                others[row] = Answer(1, "length", cached_tokens=0, queue=0.0, prefill=STEP)
-        return Answers(ids, others)
-
-    def stream(self, before: float) -> list[float]:
-        return []
-
-    def arrival(self, end: float) -> float:
-        return end + self.late
-
-    def abort(self, request_id: str) -> None:
-        self.left.pop(request_id, None)
-
-    def idle_until(self, moment: float) -> None:
-        self.now = max(self.now, moment)
 
 
 def load(count: int, output: int = 5, **options: Any) -> Schedule:
@@ -95,8 +44,7 @@ def ms(records: Records, name: str) -> list[float]:
 
 
 def test_what_comes_late_is_stamped_then_and_answered_then() -> None:
-    server, schedule = StepServer(), load(2, output=2, arrival=ClosedLoop(1))
-    server.delay, server.late = 0.01, 0.03
+    server, schedule = StepServer(delay=0.01, late=0.03), load(2, output=2, arrival=ClosedLoop(1))
     client = VirtualClient(schedule, [server], make_route("random", 1, schedule))
     client.run()
     records = records_of(client, schedule, environment={})
@@ -264,8 +212,7 @@ def test_text_has_a_token_for_every_four_characters() -> None:
 
 
 def test_a_request_takes_its_time_to_the_servers_queue() -> None:
-    server = StepServer()
-    server.delay = 0.25
+    server = StepServer(delay=0.25)
     schedule = load(2)
     client = VirtualClient(schedule, [server], make_route("random", 1, schedule))
     client.run()
@@ -275,8 +222,7 @@ def test_a_request_takes_its_time_to_the_servers_queue() -> None:
 
 
 def test_who_hangs_up_on_the_way_to_the_queue_never_gets_there() -> None:
-    server = StepServer()
-    server.delay = 0.25
+    server = StepServer(delay=0.25)
     schedule = load(1)
     client = VirtualClient(schedule, [server], make_route("random", 1, schedule), timeout=0.2)
     client.run()
