@@ -1,4 +1,4 @@
-"""A server in virtual time, as ``loadgen.sim.virtual`` sees it: the seam to what simulates one."""
+"""A server in virtual time, as ``loadgen.sim.virtual_client`` sees it: the seam to what simulates one."""
 
 from __future__ import annotations
 

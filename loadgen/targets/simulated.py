@@ -172,7 +172,7 @@ class OpenSimulation(OpenTarget):
         drain: float | None = None,
     ) -> Records:
         from loadgen.sim.routing import make_route
-        from loadgen.sim.virtual import VirtualClient, records_of, warm_up
+        from loadgen.sim.virtual_client import VirtualClient, records_of, warm_up
 
         began = max(door.now for door in self._doors)
         name = f"{self._runs}-"
@@ -290,7 +290,7 @@ class _Door:
 
     def scrapes_since(self, start: float) -> tuple[tuple[int, str], ...]:
         """(unix ms, text): the last one before ``start``, those of every second since, and one of now."""
-        from loadgen.sim.virtual import START_UNIX_MS
+        from loadgen.sim.virtual_client import START_UNIX_MS
 
         whole = [*self.server.scrapes, (self.now, self.server.scrape())]
         first = max((n for n, (at, _) in enumerate(whole) if at <= start), default=0)

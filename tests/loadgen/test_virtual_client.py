@@ -21,7 +21,7 @@ from loadgen.sim.routing import (
     make_route,
     tokens_of,
 )
-from loadgen.sim.virtual import VirtualClient, records_of
+from loadgen.sim.virtual_client import VirtualClient, records_of
 
 
 def load(count: int, output: int = 5, **options: Any) -> Schedule:

@@ -18,7 +18,7 @@ from loadgen.measure.record import Records
 from loadgen.plan.arrivals import ClosedLoop, Constant, Poisson
 from loadgen.plan.workload import Length, PlannedRequest, RequestClass, Schedule, Workload, preset
 from loadgen.sim.routing import Policy, make_route
-from loadgen.sim.virtual import VirtualClient, records_of
+from loadgen.sim.virtual_client import VirtualClient, records_of
 from loadgen.targets.simulated import SimulatedTarget
 
 
@@ -72,7 +72,7 @@ class Case:
 
 
 def case(schedule: Schedule, **given: Any) -> Case:
-    options = {name: given.pop(name) for name in ("timeout", "drain") if name in given}
+    options: dict[str, Any] = {name: given.pop(name) for name in ("timeout", "drain") if name in given}
     return Case(schedule, options, **given)
 
 
