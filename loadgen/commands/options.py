@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from loadgen.measure.record import Records
     from loadgen.plan.arrivals import Arrival
     from loadgen.plan.datasets import Dataset
+    from loadgen.plan.load_policy import Progress
     from loadgen.plan.traces import Trace
     from loadgen.plan.workload import Schedule, Workload
-    from loadgen.wire.messages import Progress
 
 
 _DEFAULT_CONTEXT = 4096

@@ -17,8 +17,8 @@ import typer
 from servers.errors import UserError
 
 if TYPE_CHECKING:
+    from loadgen.plan.load_policy import Progress
     from loadgen.plan.workload import Schedule
-    from loadgen.wire.messages import Progress
 
 FAILED, INVALID, INCONCLUSIVE, INTERRUPTED = 1, 3, 4, 130
 _PLAIN_EVERY = 10.0

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from engine.sim.server import SimulatedServer, Simulation
     from engine.sim.step_times import StepSample, StepTimes
     from loadgen.measure.record import Records
+    from loadgen.plan.load_policy import Progress
     from loadgen.sim.routing import Policy
     from loadgen.sim.virtual_server import Answers
-    from loadgen.wire.messages import Progress
 
 PREFIX = "simulated:"
 HERE = "bundled"

@@ -17,11 +17,12 @@ from typing import Any
 from loadgen.measure.record import ClientStats, Records, RequestRecord
 from loadgen.measure.run_validity import judge
 from loadgen.measure.window import measured_window
+from loadgen.plan.load_policy import Progress
 from loadgen.plan.workload import PlannedRequest, Schedule
 from loadgen.wire.completion import parse_all
 from loadgen.wire.driver import LEAD_NS, drive
 from loadgen.wire.http1 import build_request
-from loadgen.wire.messages import Progress, WireLog, WirePlan, WireRequest
+from loadgen.wire.messages import WireLog, WirePlan, WireRequest
 from loadgen.wire.probe import Endpoint, Unreachable, Url, probe, reach
 from loadgen.wire.worker import Worker
 

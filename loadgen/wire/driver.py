@@ -12,14 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from time import monotonic_ns
 
+from loadgen.plan.load_policy import GivenUp, LoadPlan, LoadPolicy, Progress
 from loadgen.wire.connection import Connection, Pool
-from loadgen.wire.messages import End, Exchange, Progress, WireLog, WirePlan, WireRequest
+from loadgen.wire.messages import End, Exchange, WireLog, WirePlan
 from loadgen.wire.timerfd import Alarm
 
 BEAT_NS = 10_000_000
@@ -49,86 +49,89 @@ class Driver:
     ) -> None:
         self._plan, self._stop, self._progress = plan, stop, progress
         loop = asyncio.get_running_loop()
-        self._log = WireLog(start_ns, last_due_ns=start_ns, loop=type(loop).__module__.split(".")[0])
+        self._log = WireLog(start_ns, loop=type(loop).__module__.split(".")[0])
+        self._policy: LoadPolicy[int] = LoadPolicy(_load_plan(plan), start_ns, self)
         self._payloads = {r.index: r.payload for r in (*plan.requests, *plan.turns)}
-        self._turns = {turn.follows: turn for turn in plan.turns}
-        self._pausing: list[tuple[int, int]] = []
-        """A heap of (when due, index) of turns whose pause has begun."""
         self._pool = Pool(plan.endpoint, plan.connect_timeout_ns, loop, self)
-        self._next = self._ahead = 0
+        self._ahead = 0
+        """How many requests of an open loop are due within the time that connections are dialled ahead."""
         self._begun = False
         self._spare = max(_SPARE, busiest([r.offset_ns for r in plan.requests], _BURST_NS))
+        self._in_flight: dict[int, Exchange] = {}
         self._busy: dict[int, Connection] = {}
-        self._held: deque[Exchange] = deque()
         self._waiting: deque[Exchange] = deque()
-        self._deadlines: deque[tuple[int, Exchange]] = deque()
-        self._in_flight = self._failed = self._beats = 0
-        self._beat_due_ns = 0
+        """For a connection."""
+        self._beats = self._beat_due_ns = 0
         self._cpu_at_start = time.process_time()
         self._done: asyncio.Future[None] = loop.create_future()
-        self._send_alarm = Alarm(loop, self._begin)
-        self._turn_alarm = Alarm(loop, self._turns_due)
-        self._beat_alarm = Alarm(loop, self._beat)
+        self._alarm = Alarm(loop, self._ring)
+        self._alarm_ns: int | None = None
 
     async def run(self) -> WireLog:
         self._beat_due_ns = monotonic_ns() + BEAT_NS
-        self._beat_alarm.set(self._beat_due_ns)
+        self._policy.timers.set(self._beat_due_ns, self._beat)
+        self._policy.timers.set(self._log.start_ns, self._begin)
         try:
             self._dial_ahead()
-            self._send_alarm.set(self._log.start_ns)
+            self._set_alarm()
             await self._done
         finally:
-            self._send_alarm.close()
-            self._turn_alarm.close()
-            self._beat_alarm.close()
+            self._alarm.close()
             for connection in self._busy.values():
                 connection.drop()
             await self._pool.close()
         self._log.stop_ns = monotonic_ns()
         self._log.cpu_s = time.process_time() - self._cpu_at_start
+        self._log.last_due_ns = self._policy.last_due
+        self._log.interrupted, self._log.exhausted = self._policy.interrupted, self._policy.exhausted
         return self._log
 
-    # -- sending --------------------------------------------------------------------------------
+    # -- time -----------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _ring(self) -> None:
+        """Do what is due: requests, turns, time-outs, the heartbeat."""
+        policy, before = self._policy, self._policy.dispatched
+        while (due := policy.timers.next) is not None and due <= (now := monotonic_ns()):
+            policy.timers.ring(now)
+        if not self._plan.closed and policy.dispatched > before:
+            self._dial_ahead(at_once=2 * (policy.dispatched - before))
+        self._alarm_ns = None
+        self._decided()
+
+    def _decided(self) -> None:
+        """The policy has heard something: go on, or end the run."""
+        if not self._policy.over:
+            self._set_alarm()
+        elif not self._done.done():
+            self._done.set_result(None)
+
+    def _set_alarm(self) -> None:
+        due = self._policy.timers.next
+        if due is not None and due != self._alarm_ns:
+            self._alarm_ns = due
+            self._alarm.set(due)
+
+    def _begin(self, now: int) -> None:
         self._begun = True
         self._cpu_at_start = time.process_time()  # opening the first connections is not the load
-        self._send_alarm.callback = self._send_due
-        self._send_due()
+        self._policy.begin()
 
-    def _send_due(self) -> None:
-        plan, start = self._plan, self._log.start_ns
-        if plan.closed:
-            for _ in range(min(plan.concurrency or 1, len(plan.requests))):
-                self._dispatch_next(start)
-            return
-        now, first = monotonic_ns(), self._next
-        while self._next < len(plan.requests):
-            due = start + plan.requests[self._next].offset_ns
-            if due > now:
-                self._send_alarm.set(due)
-                break
-            self._dispatch_next(due)
-            now = monotonic_ns()
-        self._dial_ahead(at_once=2 * (self._next - first))
+    def _beat(self, now: int) -> None:
+        self._log.lags_ns.append(now - self._beat_due_ns)
+        self._log.lag_at_ns.append(self._beat_due_ns)
+        self._beats += 1
+        if self._beats % _PROGRESS_EVERY == 0:
+            self._dial_ahead(at_once=2)
+            self._progress(self._policy.progress((now - self._log.start_ns) / 1e9))
+        if self._stop():
+            self._policy.interrupt(now)
+        self._beat_due_ns = max(self._beat_due_ns + BEAT_NS, now)
+        self._policy.timers.set(self._beat_due_ns, self._beat)
 
-    def _dispatch_next(self, intended_ns: int) -> None:
-        request = self._plan.requests[self._next]
-        self._next += 1
-        self._dispatch(request.index, intended_ns)
+    # -- what the policy decides ----------------------------------------------------------------
 
-    def _dispatch(self, index: int, intended_ns: int) -> None:
-        self._log.last_due_ns = intended_ns
-        exchange = Exchange(index, intended_ns)
-        cap = self._plan.concurrency
-        if cap is not None and self._in_flight >= cap:
-            self._held.append(exchange)
-            return
-        self._start(exchange)
-
-    def _start(self, exchange: Exchange) -> None:
-        self._in_flight += 1
-        self._deadlines.append((monotonic_ns() + self._plan.timeout_ns, exchange))
+    def send(self, index: int, intended: int, now: int) -> None:
+        exchange = self._in_flight[index] = Exchange(index, intended)
         connection = self._pool.take()
         if connection is None:
             self._waiting.append(exchange)
@@ -136,29 +139,16 @@ class Driver:
         else:
             self._send(connection, exchange)
 
-    def _pause(self, turn: WireRequest, ended_ns: int) -> bool:
-        """Let ``turn`` wait for its time; False if the run will be over by then."""
-        due, duration = ended_ns + turn.offset_ns, self._plan.duration_ns
-        if self._log.interrupted or (duration is not None and due >= self._log.start_ns + duration):
-            return False
-        heapq.heappush(self._pausing, (due, turn.index))
-        self._turn_alarm.set(self._pausing[0][0])
-        return True
+    def give_up(self, index: int, why: GivenUp, detail: str, now: int) -> None:
+        exchange = self._in_flight[index]
+        if (connection := self._busy.get(index)) is not None:
+            connection.drop()
+        else:
+            self._waiting.remove(exchange)
+        self._close(exchange, End(why), detail, now)
 
-    def _turns_due(self) -> None:
-        while self._pausing and self._pausing[0][0] <= monotonic_ns():
-            due, index = heapq.heappop(self._pausing)
-            self._dispatch(index, due)
-        if self._pausing:
-            self._turn_alarm.set(self._pausing[0][0])
-
-    def _skip_turns(self, index: int, detail: str) -> None:
-        """The rest of a conversation whose turn ``index`` failed."""
-        while (turn := self._turns.pop(index, None)) is not None:
-            now, index = monotonic_ns(), turn.index
-            skipped = Exchange(index, now, end=End.SKIPPED, detail=detail, ended_ns=now)
-            self._log.exchanges.append(skipped)
-            self._failed += 1
+    def never_sent(self, index: int, intended: int, why: GivenUp, detail: str, now: int) -> None:
+        self._log.exchanges.append(Exchange(index, intended, end=End(why), detail=detail, ended_ns=now))
 
     def _send(self, connection: Connection, exchange: Exchange) -> None:
         self._busy[exchange.index] = connection
@@ -170,17 +160,17 @@ class Driver:
         While the load runs only two are opened for each request sent: dozens at once would hold up what is
         due meanwhile by milliseconds.
         """
-        plan = self._plan
+        plan, in_flight = self._plan, len(self._in_flight)
         if plan.closed:
             wanted = len(plan.requests)
         else:
             horizon = monotonic_ns() + _DIAL_AHEAD_NS - self._log.start_ns
             while self._ahead < len(plan.requests) and plan.requests[self._ahead].offset_ns < horizon:
                 self._ahead += 1
-            more = self._in_flight if self._begun else _AT_START
-            wanted = min(self._ahead - self._next, max(self._spare, more))
+            more = in_flight if self._begun else _AT_START
+            wanted = min(self._ahead - self._policy.dispatched, max(self._spare, more))
         if plan.concurrency is not None:
-            wanted = min(wanted, plan.concurrency - self._in_flight)
+            wanted = min(wanted, plan.concurrency - in_flight)
         self._pool.prepare(wanted, _DIAL_AHEAD_NS, at_once)
 
     # -- what comes back (the pool's owner) -----------------------------------------------------
@@ -211,110 +201,28 @@ class Driver:
         self._pool.dial()
 
     def _finish(self, exchange: Exchange, end: End, detail: str = "", *, failed: bool = True) -> None:
-        exchange.end, exchange.detail = end, detail
-        complete = end is End.COMPLETE
-        exchange.ended_ns = exchange.stamps[-1] if complete else monotonic_ns()
+        now = exchange.stamps[-1] if end is End.COMPLETE else monotonic_ns()
+        self._close(exchange, end, detail, now)
+        self._policy.ended(exchange.index, now, failed=failed)
+        self._decided()
+
+    def _close(self, exchange: Exchange, end: End, detail: str, now: int) -> None:
+        exchange.end, exchange.detail, exchange.ended_ns = end, detail, now
+        del self._in_flight[exchange.index]
         self._busy.pop(exchange.index, None)
-        self._in_flight -= 1
-        self._failed += failed
         self._log.exchanges.append(exchange)
-        if self._done.done():
-            return
-        goes_on = False
-        if failed:
-            self._skip_turns(exchange.index, f"turn {exchange.index} of its conversation failed")
-        elif (turn := self._turns.pop(exchange.index, None)) is not None:
-            goes_on = self._pause(turn, exchange.ended_ns)
-        if self._held:
-            self._start(self._held.popleft())
-        elif self._plan.closed and not goes_on:
-            self._continue_closed(exchange.ended_ns)
-        self._finish_if_over()
 
-    def _continue_closed(self, now_ns: int) -> None:
-        duration = self._plan.duration_ns
-        if self._log.interrupted:
-            return
-        if duration is not None and now_ns >= self._log.start_ns + duration:
-            self._next = len(self._plan.requests)
-        elif self._next < len(self._plan.requests):
-            self._dispatch_next(now_ns)
-        elif duration is not None:
-            self._log.exhausted = True
 
-    def _finish_if_over(self) -> None:
-        over = self._next >= len(self._plan.requests) and not self._pausing
-        if over and not self._in_flight and not self._held:
-            self._end_run()
-
-    def _end_run(self) -> None:
-        if not self._done.done():
-            self._done.set_result(None)
-
-    # -- the heartbeat --------------------------------------------------------------------------
-
-    def _beat(self) -> None:
-        now = monotonic_ns()
-        self._log.lags_ns.append(now - self._beat_due_ns)
-        self._log.lag_at_ns.append(self._beat_due_ns)
-        self._beats += 1
-        self._expire(now)
-        if self._beats % _PROGRESS_EVERY == 0:
-            self._dial_ahead(at_once=2)
-            self._progress(self._counts(now))
-        if self._stop():
-            self._log.interrupted = True
-            self._cut(End.CANCELLED, "the run was interrupted")
-        elif now > self._drain_deadline_ns():
-            self._cut(End.UNFINISHED, "not finished when the time for the drain was over")
-        if not self._done.done():
-            self._beat_due_ns = max(self._beat_due_ns + BEAT_NS, now)
-            self._beat_alarm.set(self._beat_due_ns)
-
-    def _drain_deadline_ns(self) -> int:
-        plan, start = self._plan, self._log.start_ns
-        if plan.closed and plan.duration_ns is not None:
-            return start + plan.duration_ns + plan.drain_ns
-        if self._next < len(plan.requests) or self._pausing:
-            return 1 << 63
-        return max(self._log.last_due_ns, start + (plan.duration_ns or 0)) + plan.drain_ns
-
-    def _expire(self, now: int) -> None:
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][1].ended_ns):
-            _, exchange = self._deadlines.popleft()
-            if not exchange.ended_ns:
-                self._drop(exchange, End.TIMEOUT, "no complete answer within the time allowed")
-
-    def _drop(self, exchange: Exchange, end: End, detail: str) -> None:
-        connection = self._busy.get(exchange.index)
-        if connection is not None:
-            connection.drop()
-        elif exchange in self._waiting:
-            self._waiting.remove(exchange)
-        self._finish(exchange, end, detail)
-
-    def _cut(self, end: End, detail: str) -> None:
-        """End the run now: everything in flight is dropped as ``end``, nothing more is sent."""
-        self._next = len(self._plan.requests)
-        self._pausing.clear()
-        self._turns.clear()
-        held, self._held = list(self._held), deque()
-        for _, exchange in list(self._deadlines):
-            if not exchange.ended_ns:
-                self._drop(exchange, end, detail)
-        for exchange in held:
-            exchange.end, exchange.detail, exchange.ended_ns = end, detail, monotonic_ns()
-            self._log.exchanges.append(exchange)
-        self._end_run()
-
-    def _counts(self, now: int) -> Progress:
-        return Progress(
-            elapsed=(now - self._log.start_ns) / 1e9,
-            sent=len(self._log.exchanges) + self._in_flight,
-            finished=len(self._log.exchanges),
-            failed=self._failed,
-            planned=len(self._plan.requests) + len(self._plan.turns),
-        )
+def _load_plan(plan: WirePlan) -> LoadPlan[int]:
+    return LoadPlan(
+        firsts=[(request.index, request.offset_ns) for request in plan.requests],
+        turns={turn.follows: (turn.index, turn.offset_ns) for turn in plan.turns if turn.follows is not None},
+        closed=plan.closed,
+        concurrency=plan.concurrency,
+        duration=plan.duration_ns,
+        timeout=plan.timeout_ns,
+        drain=plan.drain_ns,
+    )
 
 
 def busiest(offsets_ns: Sequence[int], width_ns: int) -> int:

@@ -92,21 +92,6 @@ class Exchange:
     parts: list[bytes] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Counts so far. ``planned`` is what the schedule holds; a closed loop with a duration sends fewer."""
-
-    elapsed: float
-    sent: int
-    finished: int
-    failed: int
-    planned: int
-
-    @property
-    def in_flight(self) -> int:
-        return self.sent - self.finished
-
-
 @dataclass(slots=True)
 class WireLog:
     """What one client process saw. ``lags_ns``: how late each 10 ms heartbeat was, ``lag_at_ns`` when

@@ -21,8 +21,9 @@ import threading
 from collections.abc import Callable
 from typing import IO, Any
 
+from loadgen.plan.load_policy import Progress
 from loadgen.wire.driver import drive
-from loadgen.wire.messages import Progress, WireLog, WirePlan
+from loadgen.wire.messages import WireLog, WirePlan
 
 NICENESS = -10
 READY = "ready"

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from loadgen.wire.messages import Progress
+from loadgen.plan.load_policy import Progress
 from tuner.runs.result import TrialResult
 from tuner.study.budget import format_seconds
 from tuner.study.observer import Observer

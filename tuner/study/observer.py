@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loadgen.wire.messages import Progress
+from loadgen.plan.load_policy import Progress
 from tuner.runs.result import TrialResult
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from loadgen.measure.record import Records
+from loadgen.plan.load_policy import Progress
 from loadgen.plan.workload import Schedule
 from loadgen.target import CLIENT_KILLED, OpenTarget, Target, TargetFailed
-from loadgen.wire.messages import Progress
 from loadgen.wire.probe import Unreachable
 from servers.errors import UserError
 from servers.kind import ServerKind
