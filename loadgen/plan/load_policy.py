@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 Moment = TypeVar("Moment", int, float)
 _Told = TypeVar("_Told", int, float, contravariant=True)
@@ -69,6 +69,9 @@ class Progress:
         return self.sent - self.finished
 
 
+_Timer: TypeAlias = tuple[Moment, int, Callable[[Moment], None]]
+
+
 class Transport(Protocol[_Told]):
     """What carries the decisions out. It does not call the policy from within these methods."""
 
@@ -85,21 +88,33 @@ class Timers(Generic[Moment]):
     """What happens when. Of what is set for one moment, the first to be set comes first."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[Moment, int, Callable[[Moment], None]]] = []
-        self._order = itertools.count()
-
-    @property
-    def next(self) -> Moment | None:
+        self.next: Moment | None = None
         """When the next one is due."""
-        return self._heap[0][0] if self._heap else None
+        self._heap: list[_Timer[Moment]] = []
+        self._sorted: deque[_Timer[Moment]] = deque()
+        """Those that were set in the order of their time, as time-outs are: they would make the heap deep."""
+        self._order = itertools.count()
 
     def set(self, moment: Moment, event: Callable[[Moment], None]) -> None:
         """Have ``event`` called with the time that it is then."""
-        heapq.heappush(self._heap, (moment, next(self._order), event))
+        timer = (moment, next(self._order), event)
+        if not self._sorted or moment >= self._sorted[-1][0]:
+            self._sorted.append(timer)
+        else:
+            heapq.heappush(self._heap, timer)
+        if self.next is None or moment < self.next:
+            self.next = moment
 
     def ring(self, now: Moment) -> None:
         """Call the next one."""
-        heapq.heappop(self._heap)[2](now)
+        heap, in_order = self._heap, self._sorted
+        from_heap = heap and (not in_order or heap[0] < in_order[0])
+        _, _, event = heapq.heappop(heap) if from_heap else in_order.popleft()
+        if heap and (not in_order or heap[0] < in_order[0]):
+            self.next = heap[0][0]
+        else:
+            self.next = in_order[0][0] if in_order else None
+        event(now)
 
 
 class LoadPolicy(Generic[Moment]):
@@ -140,7 +155,9 @@ class LoadPolicy(Generic[Moment]):
 
     def ended(self, index: int, now: Moment, *, failed: bool) -> None:
         """A request in flight has been answered, or cannot be."""
-        self._count_out(index, failed)
+        del self._in_flight[index]
+        self._finished += 1
+        self._failed += failed
         turn = self._turns.pop(index, None)
         goes_on = False
         if turn is not None and failed:
@@ -164,6 +181,11 @@ class LoadPolicy(Generic[Moment]):
         """Nothing is in flight, and nothing is to come."""
         return not self._in_flight and not self._held and not self._coming
 
+    @property
+    def in_flight(self) -> int:
+        """How many requests are."""
+        return len(self._in_flight)
+
     def progress(self, elapsed: float) -> Progress:
         """``elapsed``: seconds since the start."""
         return Progress(
@@ -184,12 +206,11 @@ class LoadPolicy(Generic[Moment]):
     def _await_first(self) -> None:
         """The next request of an open loop comes when it is intended."""
         if self.dispatched < len(self._plan.firsts):
-            due = self._start + self._plan.firsts[self.dispatched][1]
-            self.timers.set(due, partial(self._first_due, due))
+            self.timers.set(self._start + self._plan.firsts[self.dispatched][1], self._first_due)
 
-    def _first_due(self, due: Moment, now: Moment) -> None:
+    def _first_due(self, now: Moment) -> None:
         if self.dispatched < len(self._plan.firsts):  # the run may have been cut since
-            self._dispatch_first(due, now)
+            self._dispatch_first(self._start + self._plan.firsts[self.dispatched][1], now)
             self._await_first()
 
     def _dispatch_first(self, intended: Moment, now: Moment) -> None:
@@ -243,7 +264,8 @@ class LoadPolicy(Generic[Moment]):
     def _skip(self, turn: tuple[int, Moment] | None, detail: str, now: Moment) -> None:
         """The rest of a conversation of which a turn failed."""
         while turn is not None:
-            self._count_out(turn[0], failed=True)
+            self._finished += 1
+            self._failed += 1
             self._transport.never_sent(turn[0], now, GivenUp.SKIPPED, detail, now)
             turn = self._turns.pop(turn[0], None)
 
@@ -278,15 +300,11 @@ class LoadPolicy(Generic[Moment]):
     def _cut(self, why: GivenUp, detail: str, now: Moment) -> None:
         """End the run: what is in flight is given up, nothing more is sent."""
         self.dispatched, self._pausing = len(self._plan.firsts), 0
-        for index in list(self._in_flight):
-            self._count_out(index, failed=True)
+        self._finished += len(self._in_flight) + len(self._held)
+        self._failed += len(self._in_flight) + len(self._held)
+        for index in self._in_flight:
             self._transport.give_up(index, why, detail, now)
-        while self._held:
-            index, intended = self._held.popleft()
-            self._count_out(index, failed=True)
+        for index, intended in self._held:
             self._transport.never_sent(index, intended, why, detail, now)
-
-    def _count_out(self, index: int, failed: bool) -> None:
-        self._in_flight.pop(index, None)
-        self._finished += 1
-        self._failed += failed
+        self._in_flight.clear()
+        self._held.clear()

@@ -57,7 +57,6 @@ class Driver:
         """How many requests of an open loop are due within the time that connections are dialled ahead."""
         self._begun = False
         self._spare = max(_SPARE, busiest([r.offset_ns for r in plan.requests], _BURST_NS))
-        self._in_flight: dict[int, Exchange] = {}
         self._busy: dict[int, Connection] = {}
         self._waiting: deque[Exchange] = deque()
         """For a connection."""
@@ -73,7 +72,7 @@ class Driver:
         self._policy.timers.set(self._log.start_ns, self._begin)
         try:
             self._dial_ahead()
-            self._set_alarm()
+            self._decided()
             await self._done
         finally:
             self._alarm.close()
@@ -100,14 +99,11 @@ class Driver:
 
     def _decided(self) -> None:
         """The policy has heard something: go on, or end the run."""
-        if not self._policy.over:
-            self._set_alarm()
-        elif not self._done.done():
-            self._done.set_result(None)
-
-    def _set_alarm(self) -> None:
         due = self._policy.timers.next
-        if due is not None and due != self._alarm_ns:
+        if self._policy.over:
+            if not self._done.done():
+                self._done.set_result(None)
+        elif due is not None and due != self._alarm_ns:
             self._alarm_ns = due
             self._alarm.set(due)
 
@@ -131,7 +127,7 @@ class Driver:
     # -- what the policy decides ----------------------------------------------------------------
 
     def send(self, index: int, intended: int, now: int) -> None:
-        exchange = self._in_flight[index] = Exchange(index, intended)
+        exchange = Exchange(index, intended)
         connection = self._pool.take()
         if connection is None:
             self._waiting.append(exchange)
@@ -140,10 +136,12 @@ class Driver:
             self._send(connection, exchange)
 
     def give_up(self, index: int, why: GivenUp, detail: str, now: int) -> None:
-        exchange = self._in_flight[index]
-        if (connection := self._busy.get(index)) is not None:
+        connection = self._busy.get(index)
+        if connection is not None and connection.exchange is not None:
+            exchange = connection.exchange
             connection.drop()
         else:
+            exchange = next(exchange for exchange in self._waiting if exchange.index == index)
             self._waiting.remove(exchange)
         self._close(exchange, End(why), detail, now)
 
@@ -160,7 +158,7 @@ class Driver:
         While the load runs only two are opened for each request sent: dozens at once would hold up what is
         due meanwhile by milliseconds.
         """
-        plan, in_flight = self._plan, len(self._in_flight)
+        plan, in_flight = self._plan, self._policy.in_flight
         if plan.closed:
             wanted = len(plan.requests)
         else:
@@ -208,7 +206,6 @@ class Driver:
 
     def _close(self, exchange: Exchange, end: End, detail: str, now: int) -> None:
         exchange.end, exchange.detail, exchange.ended_ns = end, detail, now
-        del self._in_flight[exchange.index]
         self._busy.pop(exchange.index, None)
         self._log.exchanges.append(exchange)
 
