@@ -134,7 +134,9 @@ class LoadPolicy(Generic[Moment]):
         self._start: Moment = start
         self._transport: Transport[Moment] = transport
         self._turns: dict[int, tuple[int, Moment]] = dict(plan.turns)
-        self._pausing = self._finished = self._failed = 0
+        self._coming = len(plan.firsts)
+        """How many requests are still to be due, as far as is known: firsts, and turns that pause."""
+        self._finished = self._failed = 0
         self._held: deque[tuple[int, Moment]] = deque()
         self._in_flight: dict[int, None] = {}
         """In the order of sending."""
@@ -179,7 +181,7 @@ class LoadPolicy(Generic[Moment]):
     @property
     def over(self) -> bool:
         """Nothing is in flight, and nothing is to come."""
-        return not self._in_flight and not self._held and not self._coming
+        return not (self._in_flight or self._held or self._coming)
 
     @property
     def in_flight(self) -> int:
@@ -198,11 +200,6 @@ class LoadPolicy(Generic[Moment]):
 
     # Sending.
 
-    @property
-    def _coming(self) -> bool:
-        """Whether anything is still to be due."""
-        return self.dispatched < len(self._plan.firsts) or self._pausing > 0
-
     def _await_first(self) -> None:
         """The next request of an open loop comes when it is intended."""
         if self.dispatched < len(self._plan.firsts):
@@ -220,7 +217,9 @@ class LoadPolicy(Generic[Moment]):
 
     def _dispatch(self, index: int, intended: Moment, now: Moment) -> None:
         """A request is due: send it, or hold it until a slot is free."""
-        self.last_due = max(self.last_due, intended)
+        self._coming -= 1
+        if intended > self.last_due:
+            self.last_due = intended
         cap = self._plan.concurrency
         if cap is not None and len(self._in_flight) >= cap:
             self._held.append((index, intended))
@@ -238,6 +237,7 @@ class LoadPolicy(Generic[Moment]):
         """A slot is free."""
         plan = self._plan
         if plan.duration is not None and now >= self._start + plan.duration:
+            self._coming -= len(plan.firsts) - self.dispatched
             self.dispatched = len(plan.firsts)
         elif self.dispatched < len(plan.firsts):
             self._dispatch_first(now, now)
@@ -252,13 +252,12 @@ class LoadPolicy(Generic[Moment]):
         due, duration = now + think, self._plan.duration
         if duration is not None and due >= self._start + duration:
             return False
-        self._pausing += 1
+        self._coming += 1
         self.timers.set(due, partial(self._turn_due, index, due))
         return True
 
     def _turn_due(self, index: int, due: Moment, now: Moment) -> None:
-        if self._pausing:  # the run may have been cut since
-            self._pausing -= 1
+        if self._coming:  # the run may have been cut since
             self._dispatch(index, due, now)
 
     def _skip(self, turn: tuple[int, Moment] | None, detail: str, now: Moment) -> None:
@@ -299,7 +298,7 @@ class LoadPolicy(Generic[Moment]):
 
     def _cut(self, why: GivenUp, detail: str, now: Moment) -> None:
         """End the run: what is in flight is given up, nothing more is sent."""
-        self.dispatched, self._pausing = len(self._plan.firsts), 0
+        self.dispatched, self._coming = len(self._plan.firsts), 0
         self._finished += len(self._in_flight) + len(self._held)
         self._failed += len(self._in_flight) + len(self._held)
         for index in self._in_flight:
