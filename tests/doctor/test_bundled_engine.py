@@ -11,9 +11,9 @@ from live_prometheus import await_first_scrape, needs_prometheus, prometheus
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from doctor.metrics.sources import PrometheusSource, Scrapes
 from loadgen.plan.arrivals import ClosedLoop
+from loadgen.plan.load_policy import Progress
 from loadgen.plan.workload import preset
 from loadgen.targets.server import ServerTarget
-from loadgen.wire.messages import Progress
 
 pytest.importorskip("torch", reason="the bundled engine needs the engine extra")
 

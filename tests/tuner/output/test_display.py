@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from loadgen.wire.messages import Progress
+from loadgen.plan.load_policy import Progress
 from tuner.output.display import LiveObserver, PlainObserver, make_observer
 from tuner.runs.result import TrialResult
 
