@@ -15,13 +15,13 @@ from tuner.report.study_result import StudyResult, conclude, finish_study
 from tuner.runs.interrupts import Interrupts
 from tuner.search.prior import make_simulator
 from tuner.session.new_job import RUNS
-from tuner.session.session import Session
+from tuner.session.session import StudySession
 from tuner.study.optimize import Optimizer
 from tuner.study.target import check_offered, make_target
 from tuner.study.trial import Bench, SetupFailed
 from tuner.workers.coordination import join
-from tuner.workers.local_workers import local_workers, shares
-from tuner.workers.machine import others, visible_devices
+from tuner.workers.local_workers import device_shares, local_workers
+from tuner.workers.machine import busy_warning, visible_devices
 
 CANNOT_WRITE, INTERRUPTED = 2, 130
 
@@ -34,7 +34,7 @@ def run(options: Options) -> int:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     console = Terminal()
     try:
-        return _run(Session.of(options), console)
+        return _run(StudySession.of(options), console)
     except BrokenPipeError:  # the reader of a standard stream is gone
         raise
     except (OSError, optuna.exceptions.StorageInternalError) as error:
@@ -45,19 +45,19 @@ def run(options: Options) -> int:
         return 130
 
 
-def _run(session: Session, console: Console) -> int:
+def _run(session: StudySession, console: Console) -> int:
     job, show = session.asked.job, _show(console)
     started = not job.simulated and not job.running
     if started:
         check_offered(job, make_target(job, RUNS, session.start_timeout), show)
     if (session.place.workers or 1) > 1:
         return _run_workers(session, console)
-    if started and session.place.storage is None and (warning := others()):
+    if started and session.place.storage is None and (warning := busy_warning()):
         show(warning)
     return _run_alone(session, console)
 
 
-def _run_alone(session: Session, console: Console) -> int:
+def _run_alone(session: StudySession, console: Console) -> int:
     """This process as the study's only worker, or as one of those that share its storage."""
     shared = session.place.storage is not None
     with locked(session.out, shared) as out, session.storage(out, shared) as storage:
@@ -89,10 +89,10 @@ def _run_alone(session: Session, console: Console) -> int:
     return CANNOT_WRITE if result.problem else result.exit_code
 
 
-def _run_workers(session: Session, console: Console) -> int:
+def _run_workers(session: StudySession, console: Console) -> int:
     """Several workers on this machine; each does :func:`_run_alone`, and this process looks after them."""
     show = _show(console)
-    devices = shares(visible_devices(), session.place.workers or 1)
+    devices = device_shares(visible_devices(), session.place.workers or 1)
     if devices[0] is None and not session.asked.job.simulated:
         show(
             "no GPU is visible: the workers' servers share this machine and disturb each other's measurements"

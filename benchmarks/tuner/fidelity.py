@@ -158,13 +158,13 @@ def figures(records: Records) -> dict[str, float]:
     return {metric: whole.distribution(metric[:-4]).rank(int(metric[-2:]) / 100) * 1e3 for metric in METRICS}
 
 
-def everybody() -> list[Config]:
+def all_configs() -> list[Config]:
     return [*(config for server in (*SERVERS, REPEATED) for config in chosen(server)), *drawn()]
 
 
 def measured(folder: Path) -> dict[Config, list[dict[str, float]]]:
     """The figures of each run of the configs that were measured."""
-    files = {config: [config.file(folder, repeat) for repeat in range(REPEATS)] for config in everybody()}
+    files = {config: [config.file(folder, repeat) for repeat in range(REPEATS)] for config in all_configs()}
     runs = {
         config: [figures(Records.load(file)) for file in names if file.is_file()]
         for config, names in files.items()

@@ -32,7 +32,7 @@ from loadgen.targets.server import ServerTarget
 from servers.files import write_atomically
 from servers.slo.bounds import COUNTS
 from servers.slo.objective import Slo, parse_slo
-from tuner.runs.load import Load, span
+from tuner.runs.load import GeneratedLoad, load_seconds
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading, without_nan
 
@@ -51,11 +51,11 @@ class Setting:
     rate: float | None = None
     concurrency: int | None = None
 
-    def load(self, server: OpenTarget, seed: int, seconds: float) -> Load:
+    def load(self, server: OpenTarget, seed: int, seconds: float) -> GeneratedLoad:
         context = server.max_model_len
         assert context is not None, "the bundled engine says how long its context is"
         workload = preset(self.workload, max_model_len=context, vocab_size=DEFAULT_VOCAB_SIZE, scale=SCALE)
-        return Load(workload, seed, seconds, self.rate, self.concurrency)
+        return GeneratedLoad(workload, seed, seconds, self.rate, self.concurrency)
 
 
 SETTINGS = {
@@ -149,15 +149,15 @@ def _log(end: float | None, value: float) -> float:
     return math.log(end / value) if end > 0 else -math.inf
 
 
-def rungs(server: OpenTarget, load: Load, slo: Slo) -> tuple[Measurement, Measurement, float]:
+def rungs(server: OpenTarget, load: GeneratedLoad, slo: Slo) -> tuple[Measurement, Measurement, float]:
     """The short rung, both together, and the seconds that they took."""
     begun, runs = time.monotonic(), []
     for schedule in load.rungs():
-        runs.append(Run(server.run(schedule), span(schedule)))
+        runs.append(Run(server.run(schedule), load_seconds(schedule)))
     return measure(runs[:1], slo), measure(runs, slo), time.monotonic() - begun
 
 
-def with_goodput(load: Load, server: OpenTarget) -> Slo:
+def with_goodput(load: GeneratedLoad, server: OpenTarget) -> Slo:
     """Bounds that about one request in ten misses, so that goodput has something to tell."""
     summary = Summary(Run(server.run(load.confirmation(99)), load.run_seconds).whole)
     ttft, itl = (1e3 * summary.distribution(name, None).rank(0.9) for name in ("ttft", "itl"))

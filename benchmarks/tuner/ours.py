@@ -26,7 +26,7 @@ from tuner.search.prior import Prediction, Prior
 from tuner.search.study import Proposal
 from tuner.space.space import Config
 from tuner.study.candidate_confirmation import CandidateConfirmation
-from tuner.study.confirmation import Confirmation, compared, judge
+from tuner.study.confirmation import Confirmation, assess_pooled, compared
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
 from tuner.study.trial import Bench, Criteria
@@ -154,7 +154,7 @@ class TableConfirmation(CandidateConfirmation):
             name_of(metric, cls): ([r.value(metric, cls) for r in a], [r.value(metric, cls) for r in b])
             for metric, cls in compared(self.slo)
         }
-        return judge(values, together(a), together(b), self.slo, best.number, baseline.feasible)
+        return assess_pooled(values, together(a), together(b), self.slo, best.number, baseline.feasible)
 
 
 class Bookkeeper(Observer):

@@ -29,7 +29,7 @@ from loadgen.plan.workload import DEFAULT_VOCAB_SIZE, preset
 from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError
 from servers.files import write_atomically
 from servers.slo.bounds import COUNTS, Bound
-from tuner.runs.load import Load, span
+from tuner.runs.load import GeneratedLoad, load_seconds
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, Reading
 from tuner.runs.scrape import ServerFigures, read_figures
@@ -43,7 +43,7 @@ NEARLY = 0.9
 
 EDGE = 0.02
 """A config that holds a bound by less misses it on about every other fresh run: to be as good as such a one
-is not asked of anybody."""
+is not asked of any method."""
 ALIKE = 0.02
 """Pools whose sizes differ by no more are taken for one."""
 
@@ -58,7 +58,7 @@ CPU_TIMES = StepTimes(
 
 @dataclass(frozen=True)
 class Entry:
-    """What a config does. ``figures``: by metric; ``crash``: why it serves nobody, "" where it does."""
+    """What a config does. ``figures``: by metric; ``crash``: why it does not serve, "" where it does."""
 
     figures: Mapping[str, float]
     crash: str = ""
@@ -216,17 +216,17 @@ class Builder:
                 peaks.watch(door.server)
             assert server.max_model_len is not None
             schedule = self.load(server.max_model_len).confirmation(self._seed)
-            run = Run(server.run(schedule), span(schedule))
+            run = Run(server.run(schedule), load_seconds(schedule))
         told = replace(read_figures(run.records.scrapes), kv_tokens=None, peak_running=peaks.seqs)
         return {name: reading.value for name, reading in measure([run], self._slo).readings.items()}, told
 
-    def load(self, context: int) -> Load:
+    def load(self, context: int) -> GeneratedLoad:
         problem = self.problem
         workload = preset(
             problem.workload, max_model_len=context, vocab_size=DEFAULT_VOCAB_SIZE, scale=problem.scale
         )
         seconds = REQUESTS / problem.rate if problem.rate else problem.run_seconds
-        return Load(workload, self._seed, seconds, problem.rate, problem.concurrency)
+        return GeneratedLoad(workload, self._seed, seconds, problem.rate, problem.concurrency)
 
 
 def simulated(device: str, model: str) -> SimulatedTarget:

@@ -22,7 +22,7 @@ def test_the_draw_is_the_same_each_time_and_spans_its_ranges() -> None:
         assert high / 2 < max(values) <= high
 
 
-@pytest.mark.parametrize("config", fidelity.everybody(), ids=lambda config: config.file(Path(), 0).stem)
+@pytest.mark.parametrize("config", fidelity.all_configs(), ids=lambda config: config.file(Path(), 0).stem)
 def test_every_config_is_one_that_a_server_takes(config: fidelity.Config) -> None:
     EngineConfig(**config.flags).validate()
     longest = max(len(r.prompt_token_ids or ()) + r.max_tokens for r in config.schedule.requests)
@@ -42,4 +42,4 @@ def test_each_run_has_a_file_and_the_repeated_server_is_spread_over_them() -> No
 
 def test_what_is_measured_is_what_is_compared() -> None:
     measured = {config for configs, _ in fidelity.servers(quick=False) for config in configs}
-    assert measured == set(fidelity.everybody())
+    assert measured == set(fidelity.all_configs())

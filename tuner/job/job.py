@@ -12,8 +12,8 @@ from servers.flags.words import split_words
 from servers.kinds import KINDS, find_start
 
 SCHEMA = "vtune.job/1"
-DEFAULT_BUDGET = 600.0
-DEFAULT_SIMULATED_BUDGET = 1800.0
+DEFAULT_BUDGET_SECONDS = 600.0
+DEFAULT_SIMULATED_BUDGET_SECONDS = 1800.0
 """Simulated seconds, of which some 30 pass in a real one."""
 DEFAULT_RUN_SECONDS = 20.0
 
@@ -37,7 +37,7 @@ class Job:
     """Factor on the workload's prompt lengths; None: by context and device."""
     rate: float | None = None
     concurrency: int | None = None
-    budget: float | None = DEFAULT_BUDGET
+    budget: float | None = DEFAULT_BUDGET_SECONDS
     trials: int | None = None
     run_seconds: float | None = None
     """Length of a run; None: by what a start costs (see ``tuner.study.load_selection``)."""

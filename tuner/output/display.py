@@ -25,7 +25,7 @@ STYLES = {"measured": "green", "stopped": "yellow", "failed": "red", "refused": 
 
 
 class Terminal(Console):
-    """Standard error. Rich ends the process with status 1 once nobody reads it any more, which would say that
+    """Standard error. Rich ends the process with status 1 once its reader is gone, which would say that
     no config holds the SLO.
     """
 

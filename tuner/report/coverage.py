@@ -16,7 +16,7 @@ from tuner.space.space import Space, config_key, render_value
 
 
 @dataclass(frozen=True)
-class Knob:
+class KnobCoverage:
     """One axis: the values that a server was measured with, and those that none was."""
 
     name: str
@@ -33,7 +33,7 @@ class Knob:
 
 @dataclass(frozen=True)
 class Coverage:
-    knobs: tuple[Knob, ...]
+    knobs: tuple[KnobCoverage, ...]
     configs: int
     """How many the space holds."""
     launched: int
@@ -83,7 +83,7 @@ def _knobs(
     served: Sequence[TrialResult],
     space: Space,
     middle: Mapping[str, Any],
-) -> list[Knob]:
+) -> list[KnobCoverage]:
     crashes = Crashes.learnt(space, launched)
     found = []
     for axis in space.axes:
@@ -109,5 +109,5 @@ def _knobs(
                 alone = space.params(space.moved(space.baseline, axis, value))
                 if inactive(space, launched, np.array([codes_of(space, alone)]))[0]:
                     words["inactive"].append(word)
-        found.append(Knob(axis.name, **{name: tuple(items) for name, items in words.items()}))
+        found.append(KnobCoverage(axis.name, **{name: tuple(items) for name, items in words.items()}))
     return found

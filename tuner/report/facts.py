@@ -16,7 +16,7 @@ from tuner.study.optimize import Optimizer
 from tuner.study.outcome import Outcome
 from tuner.study.regression import Recommendation, compare_with, recommendation
 
-MAX_ASKED = 16
+MAX_SIMULATED_CONFIGS = 16
 """Simulated runs for the report alone: a few seconds."""
 
 
@@ -65,7 +65,8 @@ def report_facts(optimizer: Optimizer, outcome: Outcome, advice: Advice | None =
 def _predictions(optimizer: Optimizer, outcome: Outcome) -> tuple[dict[str, dict[str, float]], str]:
     """What is simulated of configs, by config_key, and where that comes from.
 
-    Beside what the search asked, the values of each knob through the recommended config, up to MAX_ASKED.
+    Beside what the search asked, the values of each knob through the recommended config, up to
+    MAX_SIMULATED_CONFIGS.
     """
     strategy, space = optimizer.study.strategy, optimizer.study.space
     prior = strategy.prior if isinstance(strategy, ModelStrategy) else None
@@ -82,7 +83,7 @@ def _predictions(optimizer: Optimizer, outcome: Outcome) -> tuple[dict[str, dict
     if outcome.kind != "interrupted":
         skipped = measured if optimizer.job.simulated else set()  # there a prediction is the measurement
         asked = [c for key, c in wanted.items() if key not in prior.known and key not in skipped]
-        prior.ask(asked[:MAX_ASKED])
+        prior.ask(asked[:MAX_SIMULATED_CONFIGS])
     known = {
         key: dict(prediction.values) for key, prediction in prior.known.items() if not prediction.failure
     }

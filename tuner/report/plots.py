@@ -16,9 +16,9 @@ from tuner.report.curves import KnobCurve
 from tuner.report.pareto import Front
 from tuner.runs.result import Reading, TrialResult
 from tuner.space.space import Space, config_key, describe_changes
-from tuner.study.cost import Item
+from tuner.study.cost import CostItem
 from tuner.study.loads import Advice
-from tuner.study.outcome import label
+from tuner.study.outcome import metric_label
 
 BEFORE, AFTER = "#d1495b", "#00798c"
 COLOURS = {"feasible": AFTER, "infeasible": "#edae49", "stopped early": "#9aa5b1"}
@@ -35,9 +35,9 @@ def distributions(metric: str, sides: Mapping[str, Distribution]) -> go.Figure:
         values = [1e3 * samples.rank(share) for share in shares] if samples.count else []
         label_text = f"{name} (n={samples.count})"
         figure.add_scatter(x=values, y=100 * shares, mode="lines", name=label_text, line={"color": colour})
-    return _dress(figure, f"{label(metric)}: distribution", "ms", "% of samples at or below").update_xaxes(
-        type="log"
-    )
+    return _dress(
+        figure, f"{metric_label(metric)}: distribution", "ms", "% of samples at or below"
+    ).update_xaxes(type="log")
 
 
 def trade_off(results: Sequence[TrialResult], space: Space, front: Front) -> go.Figure:
@@ -176,7 +176,7 @@ def expectations(
     figure.add_scatter(
         x=ends, y=ends, mode="lines", name="as expected", line={"color": "#9aa5b1", "dash": "dot"}
     )
-    title = f"{label(name)}: predicted against measured"
+    title = f"{metric_label(name)}: predicted against measured"
     return _dress(figure, title, f"predicted {axis_title(name)}", f"measured {axis_title(name)}")
 
 
@@ -202,7 +202,7 @@ def loads(advice: Advice) -> go.Figure:
     return figure.update_xaxes(type="log")
 
 
-def cost(items: Sequence[Item]) -> go.Figure:
+def cost(items: Sequence[CostItem]) -> go.Figure:
     """Seconds by what they were spent on."""
     figure = go.Figure()
     figure.add_bar(
@@ -268,7 +268,7 @@ def axis_title(metric: str) -> str:
         if family in RATES
         else ""
     )
-    return f"{label(metric)}, {unit}" if unit else label(metric)
+    return f"{metric_label(metric)}, {unit}" if unit else metric_label(metric)
 
 
 def _bars(readings: Sequence[Reading], factor: float, colour: str | None = None) -> dict[str, Any]:

@@ -32,11 +32,11 @@ from tuner.report.effects import Effect, effects
 from tuner.report.pareto import Front, pareto_front
 from tuner.runs.measure import pooled
 from tuner.runs.result import Reading, TrialResult, without_nan
-from tuner.search.repeats import joined
+from tuner.search.repeats import merge_repeats
 from tuner.space.space import Space, describe_changes, render_value
-from tuner.study.cost import Item, cost
+from tuner.study.cost import CostItem, time_spent
 from tuner.study.loads import Advice
-from tuner.study.outcome import Outcome, describe_trial, label, shown_figures
+from tuner.study.outcome import Outcome, describe_trial, metric_label, shown_figures
 from tuner.study.regression import KEY, Recommendation, Regression, show
 
 SCHEMA = "vtune.report/1"
@@ -128,7 +128,7 @@ class Facts:
 
     @cached_property
     def front(self) -> Front:
-        return pareto_front(joined(r for r in self.results if r.status != "duplicate"))
+        return pareto_front(merge_repeats(r for r in self.results if r.status != "duplicate"))
 
     @cached_property
     def coverage(self) -> Coverage:
@@ -148,7 +148,7 @@ class Facts:
     def _curves(self) -> list[KnobCurve]:
         """In the space's order."""
         best = self.outcome.best.config if self.outcome.best else self.space.baseline
-        told = joined(r for r in self.results if r.status != "duplicate")
+        told = merge_repeats(r for r in self.results if r.status != "duplicate")
         return one_knob_curves(told, best, self.space, self.slo.compared, self.predictions)
 
     @property
@@ -157,8 +157,8 @@ class Facts:
         return {effect.axis: effect.share for effect in self.effects} or dict(self.ped_anova)
 
     @cached_property
-    def cost(self) -> list[Item]:
-        return cost(self.results, self.spent_on, self.seconds)
+    def cost(self) -> list[CostItem]:
+        return time_spent(self.results, self.spent_on, self.seconds)
 
     @property
     def exit_code(self) -> int:
@@ -203,8 +203,8 @@ class Facts:
             found += confirmation.notes
         doubts = Counter(
             VERDICT_WORDS[verdict].lower()
-            for joined in verdicts
-            for verdict in joined.split(
+            for merge_repeats in verdicts
+            for verdict in merge_repeats.split(
                 ", "
             )  # a measurement of several runs names each verdict that they had
             if verdict != "ok"
@@ -299,7 +299,7 @@ def _values(facts: Facts, data: Mapping[str, Any]) -> dict[str, Any]:
         "failures": [r for r in facts.results if r.log_tail],
         "examined": [r for r in facts.results if (r.findings or r.unexamined) and r.status != "duplicate"],
         "changes_of": lambda result: describe_changes(facts.space.changes(result.config)) or "none",
-        "label": label,
+        "label": metric_label,
         "shown": shown_figures(facts.slo),
         "show": format_value,
         "reading": show,

@@ -21,7 +21,7 @@ from tuner.study.optimize import Optimizer
 from tuner.study.outcome import ESTIMATE, Outcome
 from tuner.study.regression import KEY
 
-ATTRIBUTE = "verdict"
+RESULT_KEY = "verdict"
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class StudyResult:
         return bool(self.files) and all(Path(file).is_file() for file in self.files)
 
     def save(self, record: optuna.Study) -> None:
-        record.set_user_attr(ATTRIBUTE, asdict(self))
+        record.set_user_attr(RESULT_KEY, asdict(self))
 
     @classmethod
     def of(cls, record: optuna.Study, launched: int | None = None) -> Self | None:
         """The study's verdict, by whichever worker; with ``launched`` only that on so many trials."""
-        saved: Mapping[str, Any] | None = record.user_attrs.get(ATTRIBUTE)
+        saved: Mapping[str, Any] | None = record.user_attrs.get(RESULT_KEY)
         if saved is None or launched not in (None, saved["launched"]):
             return None
         return cls(**{**saved, "lines": tuple(saved["lines"]), "files": tuple(saved["files"])})

@@ -64,7 +64,7 @@ class Interrupts:
                 raise KeyboardInterrupt
 
     def _on_lost(self, lost: sys.UnraisableHookArgs) -> None:
-        """An exception that nobody can see: said as ever, but an interrupt is sent again."""
+        """An exception that no code can catch: reported as usual, but an interrupt is sent again."""
         if isinstance(lost.exc_value, KeyboardInterrupt):
             threading.Timer(AGAIN_SECONDS, os.kill, (os.getpid(), signal.SIGINT)).start()
         else:

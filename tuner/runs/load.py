@@ -11,11 +11,11 @@ from loadgen.plan.arrivals import Arrival, ClosedLoop, Poisson
 from loadgen.plan.workload import Length, RequestClass, Schedule, Workload, schedule_hash
 from tuner.runs.seeds import Seeds
 
-DECK = 20
+DECK_REQUESTS = 20
 """Workloads deal their classes from decks of so many: whole decks hold every class in its exact share."""
 SHORT_SHARE = 0.4
 """Of a run's requests, how many belong to the short rung."""
-WARMUP = 2
+WARMUP_REQUESTS = 2
 """Requests before a load, of the workload's first classes: a server's first steps are slow."""
 
 
@@ -53,7 +53,7 @@ class Traffic(Protocol):
 
 
 @dataclass(frozen=True)
-class Load:
+class GeneratedLoad:
     """What every trial is measured under. ``rate``: requests/s, open loop; ``concurrency``: closed loop.
 
     ``seconds`` is the least length of a run; in an open loop a run is extended to whole decks of requests.
@@ -82,7 +82,7 @@ class Load:
     @property
     def _count(self) -> int:
         assert self.rate is not None, "a closed loop has a duration, not a number of requests"
-        return DECK * math.ceil(self.rate * self.seconds / DECK)
+        return DECK_REQUESTS * math.ceil(self.rate * self.seconds / DECK_REQUESTS)
 
     def rungs(self, request_set: int = 0) -> tuple[Schedule, Schedule]:
         if request_set not in self._rungs:
@@ -97,7 +97,7 @@ class Load:
     def _drawn(self, first: int, second: int) -> tuple[Schedule, Schedule]:
         """An open loop is drawn whole, from the first seed."""
         if self.rate is None:
-            short = self._closed(first, SHORT_SHARE * self.seconds, WARMUP)
+            short = self._closed(first, SHORT_SHARE * self.seconds, WARMUP_REQUESTS)
             return short, self._closed(second, (1 - SHORT_SHARE) * self.seconds, 0)
         return cut(self._open(first), round(SHORT_SHARE * self._count))
 
@@ -105,7 +105,9 @@ class Load:
         return Seeds(self.seed).confirmation(pairs)
 
     def confirmation(self, seed: int) -> Schedule:
-        return self._open(seed) if self.rate is not None else self._closed(seed, self.seconds, WARMUP)
+        return (
+            self._open(seed) if self.rate is not None else self._closed(seed, self.seconds, WARMUP_REQUESTS)
+        )
 
     @property
     def unit(self) -> str:
@@ -121,7 +123,7 @@ class Load:
 
     def _open(self, seed: int) -> Schedule:
         return self.workload.schedule(
-            seed=seed, arrival=self.arrival, num_requests=self._count, warmup=WARMUP
+            seed=seed, arrival=self.arrival, num_requests=self._count, warmup=WARMUP_REQUESTS
         )
 
     def _closed(self, seed: int, seconds: float, warmup: int) -> Schedule:
@@ -132,7 +134,7 @@ class Load:
         return f"{self.workload.description}; {self.arrival.description}; runs of {self.run_seconds:.0f} s"
 
 
-def span(schedule: Schedule) -> float:
+def load_seconds(schedule: Schedule) -> float:
     """Seconds during which the schedule's load is on: its duration, or until its last request is due."""
     return schedule.duration or schedule.requests[-1].intended
 
@@ -162,7 +164,7 @@ def capacity_schedule(workload: Workload, seed: int, count: int, concurrency: in
         seed=Seeds(seed).capacity(count),
         arrival=ClosedLoop(concurrency),
         num_requests=count,
-        warmup=WARMUP,
+        warmup=WARMUP_REQUESTS,
     )
 
 

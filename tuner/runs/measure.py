@@ -17,7 +17,7 @@ from servers.slo.bounds import LATENCIES, RATES, name_of
 from servers.slo.objective import Slo
 from tuner.runs.result import Measurement, Reading
 
-ALWAYS = (
+REPORTED_LATENCIES = (
     "itl_p50",
     "itl_p99",
     "itl_es99",
@@ -82,7 +82,10 @@ def measure(runs: Sequence[Run], slo: Slo) -> Measurement:
     holds its n.
     """
     summaries = [run.summary(slo) for run in runs]
-    wanted = [*slo.metrics, *((metric, None) for metric in (*ALWAYS, *SHOWN_RATES, "failed", "completed"))]
+    wanted = [
+        *slo.metrics,
+        *((metric, None) for metric in (*REPORTED_LATENCIES, *SHOWN_RATES, "failed", "completed")),
+    ]
     pools = _Pools(summaries)
     readings = {name_of(metric, cls): _reading(pools, metric, cls) for metric, cls in dict.fromkeys(wanted)}
     # Chance makes a trend in some run of few requests: half the runs are proof.

@@ -20,17 +20,17 @@ from tuner.runs.result import without_nan
 
 OFFERED_SHARE = 0.7
 """Of the capacity found. Above it queues grow at the least disturbance; far below it nothing binds."""
-LONGEST_PREFILL = 2.0
+LONGEST_PREFILL_SECONDS = 2.0
 """Seconds that the longest prompt of a workload may take to prefill, about what 20,000 tokens take on a
 data-centre GPU: on a slow device prompts are scaled down to it, so that the load keeps its proportions and a
 run holds enough requests to say something. With 4, runs held 20 requests and between 0 and 10 % stalled gaps:
 four pairs of them proved a P99 that fell to a third in half of all cases, and prove it in all with 2.
 """
-LONE_PROMPT, LONE_OUTPUT = 1024, 16
+LONE_PROMPT_TOKENS, LONE_OUTPUT_TOKENS = 1024, 16
 """Tokens of the requests that are timed alone."""
-LONE_TRIES, AGREEING = 4, 1.1
+MAX_LONE_PAIRS, AGREEING_RATIO = 4, 1.1
 """Pairs of lone requests at most, and how far the two fastest may be apart to be believed."""
-FIRST_BURST, MAX_BURST = 40, 5120
+FIRST_LOOP_REQUESTS, MAX_LOOP_REQUESTS = 40, 5120
 """Requests of the first and the largest closed loop."""
 
 RunLoad = Callable[[OpenTarget, Schedule], Records]
@@ -91,33 +91,33 @@ def find_capacity(
     ``max_seqs`` at a time would only queue.
     """
     found: list[tuple[int, int, float]] = []
-    count = FIRST_BURST
+    count = FIRST_LOOP_REQUESTS
     while True:
         concurrency = min(count, max_seqs)
         records = run(server, capacity_schedule(workload, seed, count, concurrency))
         served = [r for r in records.requests if r.ok]
         took = max((r.end for r in served), default=0) / 1e9
         found.append((count, concurrency, len(served) / took if took else math.nan))
-        if took >= seconds or not served or 2 * count > MAX_BURST:
+        if took >= seconds or not served or 2 * count > MAX_LOOP_REQUESTS:
             return tuple(found)
         count *= 2
 
 
 def fitting_scale(name: str, max_model_len: int, speed: float) -> float:
     """The factor on prompt lengths at which the workload's longest prompt fits the context, and takes no
-    longer than LONGEST_PREFILL at ``speed`` prompt tokens/s (NaN: unknown, and no bound). A workload of the
-    user's own is taken as it stands: 1.
+    longer than LONGEST_PREFILL_SECONDS at ``speed`` prompt tokens/s (NaN: unknown, and no bound). A workload
+    of the user's own is taken as it stands: 1.
     """
     if is_file(name):
         return 1.0
     by_context = min(1.0, max_model_len / REFERENCE_CONTEXT)
     longest = max(cls.prompt.high for cls in preset(name, max_model_len=max_model_len).classes)
     seconds = longest / speed
-    return by_context * LONGEST_PREFILL / seconds if seconds > LONGEST_PREFILL else by_context
+    return by_context * LONGEST_PREFILL_SECONDS / seconds if seconds > LONGEST_PREFILL_SECONDS else by_context
 
 
 @dataclass(frozen=True)
-class Alone:
+class LoneTiming:
     """The fastest of the requests that had the server for themselves; NaN where none was answered."""
 
     prefill_speed: float
@@ -128,23 +128,23 @@ class Alone:
     """Whether the next fastest took about as long to its first token."""
 
 
-def time_alone(server: OpenTarget, max_model_len: int, seed: int, run: RunLoad) -> Alone:
+def time_alone(server: OpenTarget, max_model_len: int, seed: int, run: RunLoad) -> LoneTiming:
     """Time lone requests until the two fastest agree: what else the machine does only ever adds to them.
 
-    Prompts have LONE_PROMPT tokens, or half the context.
+    Prompts have LONE_PROMPT_TOKENS tokens, or half the context.
     """
-    tokens = min(LONE_PROMPT, max_model_len // 2)
+    tokens = min(LONE_PROMPT_TOKENS, max_model_len // 2)
     firsts: list[float] = []
     decoding: list[float] = []
     steady = False
-    for attempt in range(LONE_TRIES):
-        records = run(server, lone_schedule(DEFAULT_VOCAB_SIZE, tokens, LONE_OUTPUT, seed, attempt))
+    for attempt in range(MAX_LONE_PAIRS):
+        records = run(server, lone_schedule(DEFAULT_VOCAB_SIZE, tokens, LONE_OUTPUT_TOKENS, seed, attempt))
         served = [r for r in records.requests if r.ok and r.chunk_at]
         firsts = sorted([*firsts, *((r.chunk_at[0] - r.intended) / 1e9 for r in served)])
         decoding += [(r.chunk_at[-1] - r.chunk_at[0]) / 1e9 for r in served]
-        steady = len(firsts) > 1 and firsts[1] <= AGREEING * firsts[0]
+        steady = len(firsts) > 1 and firsts[1] <= AGREEING_RATIO * firsts[0]
         if steady or not firsts:
             break
     if not firsts:
-        return Alone(math.nan, math.nan, steady=False)
-    return Alone(tokens / firsts[0], min(decoding) / (LONE_OUTPUT - 1), steady)
+        return LoneTiming(math.nan, math.nan, steady=False)
+    return LoneTiming(tokens / firsts[0], min(decoding) / (LONE_OUTPUT_TOKENS - 1), steady)

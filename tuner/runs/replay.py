@@ -17,15 +17,15 @@ from typing import Any
 from loadgen.plan.traces import Trace, TraceError
 from loadgen.plan.workload import Schedule
 from tuner.job.options import Replay
-from tuner.runs.load import SHORT_SHARE, WARMUP, cut
+from tuner.runs.load import SHORT_SHARE, WARMUP_REQUESTS, cut
 from tuner.runs.seeds import Seeds
 
-BUSY = 0.9
+BUSY_QUANTILE = 0.9
 """Trials get the window that is busier than this share of the others: an SLO binds where traffic is heavy,
 but the one busiest window is an accident."""
-_NEARLY = 0.1
+_MISSING_SHARE = 0.1
 """A trace ends with its last arrival: a window that lacks so little of its length is whole."""
-VARIED = 2.0
+MIN_RATE_RATIO = 2.0
 """Times the quiet windows' rate: with less, one config is looked for, and no others by load."""
 MIN_REQUESTS = 10
 """A window with fewer says nothing about a percentile."""
@@ -105,13 +105,13 @@ class ReplayLoad:
 
     @property
     def _count(self) -> int:
-        return max(1, math.floor(self.trace.duration / self.run_seconds + _NEARLY))
+        return max(1, math.floor(self.trace.duration / self.run_seconds + _MISSING_SHARE))
 
     @cached_property
     def searched(self) -> Window:
         """The window that trials are measured on."""
         by_load = sorted(self.windows, key=lambda window: (window.tokens, window.start))
-        return by_load[min(round(BUSY * (len(by_load) - 1)), len(by_load) - 1)]
+        return by_load[min(round(BUSY_QUANTILE * (len(by_load) - 1)), len(by_load) - 1)]
 
     @cached_property
     def fresh(self) -> tuple[Window, ...]:
@@ -123,7 +123,10 @@ class ReplayLoad:
         """The requests of ``window``, their prompts drawn from ``seed``."""
         part = self.trace.window(window.start, window.end)
         return part.schedule(
-            seed=seed, max_model_len=self.max_model_len, max_concurrency=self.concurrency, warmup=WARMUP
+            seed=seed,
+            max_model_len=self.max_model_len,
+            max_concurrency=self.concurrency,
+            warmup=WARMUP_REQUESTS,
         )
 
     def rungs(self, request_set: int = 0) -> tuple[Schedule, Schedule]:
@@ -146,10 +149,11 @@ class ReplayLoad:
         return "req/s"
 
     def levels(self) -> tuple[float, ...]:
-        """The rates of a quiet, a usual and a busy window, where busy is VARIED times quiet or more."""
+        """The rates of a quiet, a usual and a busy window, where busy is MIN_RATE_RATIO times quiet or
+        more."""
         rates = sorted(window.rate for window in self.windows)
-        chosen = [rates[round(share * (len(rates) - 1))] for share in (1 - BUSY, 0.5, BUSY)]
-        return tuple(dict.fromkeys(chosen)) if chosen[-1] >= VARIED * chosen[0] else ()
+        chosen = [rates[round(share * (len(rates) - 1))] for share in (1 - BUSY_QUANTILE, 0.5, BUSY_QUANTILE)]
+        return tuple(dict.fromkeys(chosen)) if chosen[-1] >= MIN_RATE_RATIO * chosen[0] else ()
 
     def at_level(self, level: float, repeat: int) -> Schedule:
         """The window whose rate is nearest; for further repeats the next nearest ones."""

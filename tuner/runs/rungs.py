@@ -2,9 +2,9 @@
 
 A trial is measured in two rungs, a short load and a longer one, on the same schedules for every config. After
 the short rung a trial ends if a 95 % interval lies wholly on the wrong side of a bound, or of the incumbent
-by more than MARGIN. Bounds that are multiples of the baseline's are taken on the worse of its short rung and
-its whole measurement, as either may lack the rare stalls. Rates are not judged early: a short load consists
-of ramp-up for a good part.
+by more than STOP_MARGIN. Bounds that are multiples of the baseline's are taken on the worse of its short rung
+and its whole measurement, as either may lack the rare stalls. Rates are not judged early: a short load
+consists of ramp-up for a good part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from servers.slo.bounds import COUNTS, RATES, Bound, format_value
 from servers.slo.objective import Objective
 from tuner.runs.result import Measurement
 
-MARGIN = 0.15
+STOP_MARGIN = 0.15
 """Gaps between tokens of one stall are not independent, so an interval is narrower than it should be."""
 
 
@@ -40,7 +40,7 @@ def reason_to_stop(
     low = short.reading(objective.metric, objective.cls).low
     best = incumbent.reading(objective.metric, objective.cls)
     known = best.value if whole is None else whole.reading(objective.metric, objective.cls).value
-    if math.isnan(best.high) or not low > max(best.value * (1 + MARGIN), best.high, known):
+    if math.isnan(best.high) or not low > max(best.value * (1 + STOP_MARGIN), best.high, known):
         return ""  # a best without an upper end of its interval may be worse than it looks
     at_least, has = (format_value(objective.metric, value) for value in (low, best.value))
     return f"out of reach: {objective.name} is at least {at_least} (95 %), the best so far has {has}"

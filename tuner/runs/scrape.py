@@ -9,7 +9,7 @@ from itertools import pairwise
 from servers.metrics.page import PageReader
 from servers.server_log import parse_log
 
-ENOUGH = 10
+MIN_SCRAPES = 10
 """Scrapes that a peak is read from, at least: the first and the last of each run see an empty server."""
 _FIGURES = ("running", "kv_usage", "preemptions", "prefix_hits")
 
@@ -40,9 +40,9 @@ def read_figures(scrapes: Sequence[tuple[int, str]], log: str = "") -> ServerFig
     pool = pools[-1] if pools else parse_log(log).kv_cache_tokens
     return ServerFigures(
         kv_tokens=pool,
-        peak_running=int(max(running)) if len(running) >= ENOUGH else None,
+        peak_running=int(max(running)) if len(running) >= MIN_SCRAPES else None,
         preemptions=_increase(preempted) if preempted else None,
-        peak_kv_usage=max(usage) if len(usage) >= ENOUGH else None,
+        peak_kv_usage=max(usage) if len(usage) >= MIN_SCRAPES else None,
         prefix_hits=_increase(hits) if hits else None,
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SPACING = 10_000
+SEEDS_PER_STUDY = 10_000
 """A study has so many seeds; those of the next one begin behind them."""
 _CONFIRMATION, _LONE, _CAPACITY, _REPEATS, _LEVELS = 1_000, 2_000, 3_000, 5_000, 9_000
 
@@ -17,7 +17,7 @@ class Seeds:
 
     @property
     def _first(self) -> int:
-        return self.study * SPACING
+        return self.study * SEEDS_PER_STUDY
 
     def request_set(self, number: int, parts: int) -> list[int]:
         """Of a trial's requests, a seed for each of the ``parts`` that they are drawn in. Number 0 is what

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tuner.runs.result import TrialResult
 from tuner.space.space import DRAFTS, SPECULATION, Axis, Config, Space, Value
 
-HUNGRY: Mapping[str, int] = {
+MEMORY_DIRECTIONS: Mapping[str, int] = {
     "max_num_batched_tokens": +1,
     "max_num_seqs": +1,
     DRAFTS: +1,
@@ -33,14 +33,14 @@ HUNGRY: Mapping[str, int] = {
 }
 """Whether more of it takes more memory (+1) or changes nothing (0); of all others only equals compare."""
 CAUSES: Mapping[str, Mapping[str, int]] = {
-    "out_of_memory": {**HUNGRY, "gpu_memory_utilization": +1, "max_cudagraph_capture_size": +1},
-    "kv_cache_too_small": {**HUNGRY, "gpu_memory_utilization": -1, "max_model_len": +1},
+    "out_of_memory": {**MEMORY_DIRECTIONS, "gpu_memory_utilization": +1, "max_cudagraph_capture_size": +1},
+    "kv_cache_too_small": {**MEMORY_DIRECTIONS, "gpu_memory_utilization": -1, "max_model_len": +1},
 }
 """By the reason of a TargetFailed: the direction in which it gets worse."""
-NEXT_DOOR, REACH = 0.6, 2.0
+P_NEXT_RUNG_FAILS, DECAY_RUNGS = 0.6, 2.0
 """Chance to fail a rung away from what fails for certain, and the rungs over which it falls to a third."""
-OTHERWISE = 2
-"""Rungs that a difference counts for whose effect on memory nobody told."""
+UNKNOWN_EFFECT_RUNGS = 2
+"""Rungs that a difference counts for whose effect on memory is not known."""
 Codes = NDArray[np.int64]
 """A config as a number an axis: the rung or the place among the values; -1 where the axis does not exist."""
 _REASON = re.compile(rf"\b({'|'.join(CAUSES)}|killed)\b")
@@ -116,7 +116,7 @@ class Crashes:
                     proven[cause] |= self._gaps(other, codes, cause) == 0
             gaps = np.where(proven[cause], math.inf, self._gaps(codes, than, cause))
             nearest = np.minimum(nearest, gaps)
-        return 1.0 - NEXT_DOOR * np.exp((1 - nearest) / REACH)
+        return 1.0 - P_NEXT_RUNG_FAILS * np.exp((1 - nearest) / DECAY_RUNGS)
 
     def _codes(self, config: Config) -> Codes:
         return codes_of(self._space, self._space.params(config))
@@ -131,4 +131,4 @@ class Crashes:
         sign, matters = np.array([d or 0 for d in told]), np.array([d != 0 for d in told])
         rungs = np.maximum(0, sign * (than - codes))
         comparable = ladder & (codes >= 0) & (than >= 0)
-        return np.where(comparable, rungs, OTHERWISE * (matters & (codes != than))).sum(axis=-1)
+        return np.where(comparable, rungs, UNKNOWN_EFFECT_RUNGS * (matters & (codes != than))).sum(axis=-1)

@@ -42,9 +42,9 @@ from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError, fit
 from servers.memory_plan import MemoryPlan
 from servers.slo.bounds import LATENCIES, RATES, family_of
 from servers.slo.objective import Slo
-from tuner.runs.load import span
+from tuner.runs.load import load_seconds
 from tuner.runs.measure import Run, measure
-from tuner.runs.profiling import LONE_PROMPT, Profile, time_alone
+from tuner.runs.profiling import LONE_PROMPT_TOKENS, Profile, time_alone
 from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.search.gp import Array
 from tuner.space.config import Config
@@ -208,7 +208,7 @@ class _Fit:
 
     def begin(self) -> dict[str, float]:
         """The free coefficients, where they begin."""
-        step, context = self.profile.lone_itl, float(LONE_PROMPT)
+        step, context = self.profile.lone_itl, float(LONE_PROMPT_TOKENS)
         if not 0 < step < math.inf:
             step, context = self.measured.value("itl_p50"), self._usual_context
         ratio = self._context_to_weights
@@ -242,7 +242,7 @@ class _Fit:
             raise CannotFit(f"the baseline's own config cannot be simulated: {error}") from None
         with target.open({}) as server:
             alone = time_alone(server, self.profile.max_model_len, 0, lambda to, load: to.run(load))
-            runs = [Run(server.run(schedule), span(schedule)) for schedule in self.schedules]
+            runs = [Run(server.run(schedule), load_seconds(schedule)) for schedule in self.schedules]
         values = {name: found.value for name, found in measure(runs, self.slo).readings.items()}
         values |= dict(zip((LONE_PREFILL, LONE_ITL), (alone.prefill_speed, alone.itl), strict=True))
         return {name: _error(values.get(name, math.nan), self._wanted[name]) for name in self._widths}

@@ -18,7 +18,7 @@ from tuner.runs.findings import TrialFinding
 from tuner.search.crashes import Codes, codes_of
 from tuner.space.space import SPECULATION, Space
 
-MOST = 3
+MAX_PRESCRIPTIONS = 3
 """Prescriptions that are tried before the search decides itself."""
 
 
@@ -95,8 +95,8 @@ def of_trial(findings: Iterable[TrialFinding]) -> Iterator[dict[str, Any]]:
 
 
 def prescribed(items: Iterable[Mapping[str, Any]], space: Space) -> Iterator[tuple[dict[str, Any], str]]:
-    """(flags, why), at most MOST: those that the space searches, moved onto its ladders, and that no rule
-    refuses. What is to be dropped other than speculation stays.
+    """(flags, why), at most MAX_PRESCRIPTIONS: those that the space searches, moved onto its ladders, and
+    that no rule refuses. What is to be dropped other than speculation stays.
     """
     seen: list[dict[str, Any]] = [dict(space.baseline)]
     for item in items:
@@ -106,7 +106,7 @@ def prescribed(items: Iterable[Mapping[str, Any]], space: Space) -> Iterator[tup
             continue
         seen.append(config)
         yield changes, f"doctor: {item['id']}"
-        if len(seen) > MOST:
+        if len(seen) > MAX_PRESCRIPTIONS:
             return
 
 

@@ -21,27 +21,27 @@ from scipy.optimize import minimize
 
 Array = NDArray[np.float64]
 
-LEVEL = 10.0
+CONSTANT_SD = 10.0
 """Standard deviation of the constant, in standard deviations of the data: nearly flat."""
-SLOPE = 0.4
+SLOPE_SD = 0.4
 """Standard deviation of the prediction's slope around 1."""
-LENGTH = (math.log(0.8), 0.8)
+LOG_LENGTH = (math.log(0.8), 0.8)
 """Mean and deviation of a length's logarithm; the dimensions run from 0 to 1."""
-AMPLITUDE = (math.log(1.0), 0.7)
+LOG_AMPLITUDE = (math.log(1.0), 0.7)
 """The same of the amplitude, in standard deviations of the data."""
-NOISE = (math.log(0.03), 0.8)
+LOG_NOISE = (math.log(0.03), 0.8)
 """The same of the noise, in units of y: repeats of a figure differ by some per cent."""
 REQUEST_SET_SD = 0.1
 """Standard deviation of a request set's level, in units of y: how much harder one set is than another."""
 JITTER = 1e-8
-SEARCH: Mapping[str, float] = {"maxiter": 20, "ftol": 1e-4}
+OPTIMISER_OPTIONS: Mapping[str, float] = {"maxiter": 20, "ftol": 1e-4}
 """Hyperparameters need not be exact: their own uncertainty is larger."""
 _SQRT5 = math.sqrt(5.0)
 
 
 @dataclass(frozen=True)
 class Points:
-    """Where a process is asked, ``x`` (m, d); and what somebody predicts there, (m,), in units of y.
+    """Where a process is asked, ``x`` (m, d); and what a prior predicts there, (m,), in units of y.
 
     Predictions should be centred on all points that will be asked for: the line turns around 0.
     """
@@ -138,8 +138,8 @@ class GaussianProcess:
 
     def _variance(self, at: Points) -> Array:
         drawn = 0.0 if at.request_sets is None else (REQUEST_SET_SD / self.scale) ** 2
-        slope = (SLOPE / self.scale * self._predicted(at)) ** 2
-        return self.shape.amplitude**2 + LEVEL**2 + slope + drawn
+        slope = (SLOPE_SD / self.scale * self._predicted(at)) ** 2
+        return self.shape.amplitude**2 + CONSTANT_SD**2 + slope + drawn
 
 
 @dataclass(frozen=True)
@@ -167,11 +167,12 @@ def most_probable(points: Points, y: Array, variances: Array | None = None) -> H
     """The hyperparameters for values at n points. See :func:`fit`."""
     data, dimensions = _Data.of(points, y, variances), points.x.shape[1]
     squares = (points.x[:, None, :] - points.x[None, :, :]) ** 2
-    centre = np.array([*[LENGTH[0]] * dimensions, AMPLITUDE[0], NOISE[0] - math.log(data.scale)])
-    width = np.array([*[LENGTH[1]] * dimensions, AMPLITUDE[1], NOISE[1]])
+    centre = np.array([*[LOG_LENGTH[0]] * dimensions, LOG_AMPLITUDE[0], LOG_NOISE[0] - math.log(data.scale)])
+    width = np.array([*[LOG_LENGTH[1]] * dimensions, LOG_AMPLITUDE[1], LOG_NOISE[1]])
     best = minimize(
         _loss, centre, args=(squares, data.target, data.fixed, centre, width), jac=True, method="L-BFGS-B",
-        bounds=[(c - 3 * w, c + 3 * w) for c, w in zip(centre, width, strict=True)], options=SEARCH,
+        bounds=[(c - 3 * w, c + 3 * w) for c, w in zip(centre, width, strict=True)],
+        options=OPTIMISER_OPTIONS,
     )  # fmt: skip
     found = np.exp(best.x)
     return Hyperparameters(found[:-2], float(found[-2]), float(found[-1]) * data.scale)
@@ -191,15 +192,15 @@ def fit(
     factor = _cholesky(kernel)
     weights = lapack.dpotrs(factor, data.target, lower=1)[0]
     phi = points.predicted
-    slope = 0.0 if phi is None else 1.0 + SLOPE**2 / data.scale * float(phi @ weights)
+    slope = 0.0 if phi is None else 1.0 + SLOPE_SD**2 / data.scale * float(phi @ weights)
     return GaussianProcess(points, shape, slope, data.mean, data.scale, factor, weights)
 
 
 def _given(a: Points, b: Points, scale: float) -> Array:
     """The part of the covariance that no hyperparameter changes, in units of the scale, squared."""
-    found = np.full((len(a.x), len(b.x)), LEVEL**2)
+    found = np.full((len(a.x), len(b.x)), CONSTANT_SD**2)
     if a.predicted is not None and b.predicted is not None:
-        found += (SLOPE / scale) ** 2 * np.outer(a.predicted, b.predicted)
+        found += (SLOPE_SD / scale) ** 2 * np.outer(a.predicted, b.predicted)
     if a.request_sets is not None and b.request_sets is not None:
         found += (REQUEST_SET_SD / scale) ** 2 * (a.request_sets[:, None] == b.request_sets[None, :])
     return found

@@ -1,7 +1,7 @@
 """Changes that have nothing to do, by what the trials saw of the server's resources.
 
-A limit that nobody reaches is none, and a pool that is never short of room is as good as any larger one: such
-configs differ from their neighbours by noise alone, which a search then follows.
+A limit that is never reached is none, and a pool that is never short of room is as good as any larger one:
+such configs differ from their neighbours by noise alone, which a search then follows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tuner.runs.result import TrialResult
 from tuner.search.crashes import Codes, codes_of
 from tuner.space.space import Space
 
-MEMORY, PLACES = "gpu_memory_utilization", "max_num_seqs"
-ROOMY, FREE = 0.5, 0.75
+MEMORY_FLAG, SEQS_FLAG = "gpu_memory_utilization", "max_num_seqs"
+MAX_POOL_SHARE, MAX_SEQS_SHARE = 0.5, 0.75
 """Shares of the KV pool and of the places that may be taken, at a scrape a second, where none are short."""
 
 
@@ -28,17 +28,23 @@ def inactive(space: Space, launched: Sequence[TrialResult], codes: Codes) -> NDA
     told = [r for r in launched if r.measurement is not None]
     own = codes_of(space, space.params(space.baseline))
     at = {axis.name: i for i, axis in enumerate(space.axes)}
-    if told and MEMORY in at and all(map(_has_room, told)):
-        found |= codes[:, at[MEMORY]] != own[at[MEMORY]]
-    if told and PLACES in at and all(_has_places(r, FREE * space.baseline[PLACES]) for r in told):
-        found |= codes[:, at[PLACES]] > own[at[PLACES]]
+    if told and MEMORY_FLAG in at and all(map(_has_room, told)):
+        found |= codes[:, at[MEMORY_FLAG]] != own[at[MEMORY_FLAG]]
+    if (
+        told
+        and SEQS_FLAG in at
+        and all(_has_places(r, MAX_SEQS_SHARE * space.baseline[SEQS_FLAG]) for r in told)
+    ):
+        found |= codes[:, at[SEQS_FLAG]] > own[at[SEQS_FLAG]]
     return found
 
 
 def _has_room(result: TrialResult) -> bool:
-    """Nobody was preempted, and no prefix was found that a smaller pool might have dropped."""
+    """No request was preempted, and no prefix was found that a smaller pool might have dropped."""
     return (
-        _within(result, result.peak_kv_usage, ROOMY) and result.preemptions == 0 and result.prefix_hits == 0
+        _within(result, result.peak_kv_usage, MAX_POOL_SHARE)
+        and result.preemptions == 0
+        and result.prefix_hits == 0
     )
 
 

@@ -21,20 +21,20 @@ from servers.slo.bounds import family_of
 from servers.slo.objective import Slo
 from tuner.space.space import Config
 
-REFERENCE_PREFILL = 40_000.0
+REFERENCE_PREFILL_SPEED = 40_000.0
 """Prefill tokens/s of the device that the published values are for."""
 REFERENCE_TOKENS = 8192
 """The default budget there."""
 
 
-WITHIN = 0.8
+STEP_TO_BOUND = 0.8
 """Of a bound on ITL, what a step should take: prompts that have a context already take longer."""
-MORE_PLACES = 4
+SEQS_FACTOR = 4
 """Factor on max_num_seqs where all places are taken."""
 
 
 @dataclass(frozen=True)
-class Start:
+class StartingPoint:
     """A published starting point. ``seqs`` is a multiple of the concurrency that the baseline ran at."""
 
     tokens: int
@@ -44,7 +44,7 @@ class Start:
     def on(self, prefill_speed: float, concurrency: float, baseline: Config) -> dict[str, int | float]:
         """The flags it changes, on a device of ``prefill_speed`` tokens/s."""
         seqs = baseline["max_num_seqs"] if self.seqs is None else max(4, round(self.seqs * concurrency))
-        tokens = max(round(self.tokens * prefill_speed / REFERENCE_PREFILL), seqs, 32)
+        tokens = max(round(self.tokens * prefill_speed / REFERENCE_PREFILL_SPEED), seqs, 32)
         flags: dict[str, int | float] = {"max_num_batched_tokens": tokens}
         if self.seqs is not None:
             flags["max_num_seqs"] = seqs
@@ -53,10 +53,19 @@ class Start:
         return flags
 
 
-STARTS: Mapping[str, tuple[Start, ...]] = {
-    "itl": (Start(4096, 2.0), Start(2048, 2.0), Start(8192, 2.0), Start(4096, 1.0)),
-    "ttft": (Start(8192), Start(16384), Start(8192, 2.0)),
-    "throughput": (Start(16384, 4.0, 0.95), Start(32768, 4.0, 0.95), Start(16384, 2.0, 0.95)),
+STARTING_POINTS: Mapping[str, tuple[StartingPoint, ...]] = {
+    "itl": (
+        StartingPoint(4096, 2.0),
+        StartingPoint(2048, 2.0),
+        StartingPoint(8192, 2.0),
+        StartingPoint(4096, 1.0),
+    ),
+    "ttft": (StartingPoint(8192), StartingPoint(16384), StartingPoint(8192, 2.0)),
+    "throughput": (
+        StartingPoint(16384, 4.0, 0.95),
+        StartingPoint(32768, 4.0, 0.95),
+        StartingPoint(16384, 2.0, 0.95),
+    ),
 }
 
 
@@ -74,11 +83,11 @@ def starting_points(
     ``offered``: requests of a closed loop, None for an open one.
     """
     limits = [bound.limit for bound in slo.bounds if bound.metric in ("itl_p99", "itl_es99")]
-    if limits and (left := WITHIN * min(limits) - pace) > 0:
+    if limits and (left := STEP_TO_BOUND * min(limits) - pace) > 0:
         tokens = max(round(left * prefill_speed), baseline["max_num_seqs"], 32)
         yield {"max_num_batched_tokens": tokens}, f"start: a step of {tokens} tokens is within the ITL bound"
     if min(concurrency, (offered or math.inf) - 1) >= baseline["max_num_seqs"]:
-        seqs = MORE_PLACES * baseline["max_num_seqs"]
+        seqs = SEQS_FACTOR * baseline["max_num_seqs"]
         tokens = max(baseline["max_num_batched_tokens"], seqs)
         flags = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs}
         yield flags, "start: every place of max_num_seqs is taken"
@@ -88,7 +97,7 @@ def starting_points(
     if family == "goodput":
         bounded = {bound.metric.partition("_")[0] for bound in slo.bounds}
         family = "ttft" if "ttft" in bounded and "itl" not in bounded else "itl"
-    for start in STARTS[family]:
+    for start in STARTING_POINTS[family]:
         yield (
             start.on(prefill_speed, concurrency, baseline),
             f"start: {family} first, {start.tokens} tokens on a GPU",

@@ -5,7 +5,7 @@ it holds every bound (Gardner et al. 2014, "Bayesian optimization with inequalit
 is feasible yet, the one with the best chance. What is best so far the models say too, for a single
 measurement that is good by luck is not followed by its neighbours. With a prior, the favourites are simulated
 before one of them is launched. Configs that other workers measure count as if they came out as expected, so
-that nobody looks for what another is about to find.
+that no worker looks for what another is about to find.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from tuner.search.crashes import Crashes
 from tuner.search.from_doctor import Hints
 from tuner.search.gp import Array
 from tuner.search.inactive_knobs import inactive
-from tuner.search.pool import Pool, Pools, encode
+from tuner.search.pool import CandidatePool, CandidatePools, encode
 from tuner.search.prior import Prior
-from tuner.search.strategy import GAIN, History, Strategy, Suggestion
+from tuner.search.strategy import EXPECTED_GAIN, History, Strategy, Suggestion
 from tuner.search.surrogates import Surrogates
 from tuner.space.space import Config, Space, config_key
 
-SIMPLER = 0.1
+LOG_GAIN_PER_CHANGE = 0.1
 """By how much (in logarithm) a change must raise the expected improvement to be worth it."""
-WORTH = 0.02
+MIN_LOG_GAIN = 0.02
 """The least improvement (in logarithm) that is worth a launch: else knobs without effect look promising."""
-SURE = 0.8
+MIN_P_FEASIBLE = 0.8
 """Chance of holding every bound from which on the objective decides what is best."""
-SAFER = 0.02
+MIN_LOG_SLACK_GAIN = 0.02
 """By so much more (in logarithm) than one that fresh runs refused another one must be expected to hold its
 bounds."""
-CERTAIN, CLOSE = 0.95, 0.02
+MAX_P_TO_REPEAT, MIN_LOG_GAIN_TO_REPEAT = 0.95, 0.02
 """A chance to hold every bound below which a repeat is worth it; and an expected gain (in logarithm)."""
-TIE = 0.02
+TIE_LOG_RATIO = 0.02
 """Expected objectives closer than this (in logarithm) are a tie, which the simpler config wins."""
-PROMISE, IN_A_ROW = 0.005, 3
+STOP_LOG_GAIN, STOP_PROPOSALS = 0.005, 3
 """The search ends when the config that it favours is expected to gain less than this (in logarithm, beyond
-WORTH), so many times in a row: one proposal alone may mistake what it does not know for nothing."""
-FIRST_ASKED, FAVOURITES, ROUNDS = 32, 8, 4
+MIN_LOG_GAIN), so many times in a row: one proposal alone may mistake what it does not know for nothing."""
+FIRST_SIMULATED, SIMULATED_PER_ROUND, MAX_ROUNDS = 32, 8, 4
 """Simulated configs: spread at first, then of the favourites of every round."""
 
 
@@ -54,7 +54,7 @@ class ModelStrategy(Strategy):
         super().__init__(seed)
         self.prior, self.hints = prior, hints
         # What is kept between two calls only saves time: it follows from the history.
-        self._pools: Pools | None = None
+        self._pools: CandidatePools | None = None
         self._held: dict[bool, tuple[tuple[int, ...], Surrogates]] = {}
         self._ranked: tuple[Surrogates, list[TrialResult]] | None = None
 
@@ -73,23 +73,23 @@ class ModelStrategy(Strategy):
                 return suggestion
         return self._favourite(history, pool, serves)
 
-    def _favourite(self, history: History, pool: Pool, serves: Array) -> Suggestion | None:
+    def _favourite(self, history: History, pool: CandidatePool, serves: Array) -> Suggestion | None:
         """The best of the pool; None where none is worth a launch."""
         if not len(pool):
             return None
         scores = self._scores(history, pool, serves)
-        for _ in range(ROUNDS if self.prior else 0):
+        for _ in range(MAX_ROUNDS if self.prior else 0):
             assert self.prior is not None
-            ranked = np.argsort(-scores, kind="stable")[:FAVOURITES]
+            ranked = np.argsort(-scores, kind="stable")[:SIMULATED_PER_ROUND]
             known = pool.rows[ranked[0]].key in self.prior.known
             if known or not self.prior.ask(pool.rows[i].config for i in ranked):
                 break
             scores = self._scores(history, pool, serves)
         expected: dict[str, float] = {}
         if history.best is not None:
-            expected[GAIN] = math.exp(float(np.max(scores + SIMPLER * pool.changes)))
-            if self._over(history, expected[GAIN]):
-                self.exhausted = f"no config left is expected to gain more than {expected[GAIN]:.1%}"
+            expected[EXPECTED_GAIN] = math.exp(float(np.max(scores + LOG_GAIN_PER_CHANGE * pool.changes)))
+            if self._over(history, expected[EXPECTED_GAIN]):
+                self.exhausted = f"no config left is expected to gain more than {expected[EXPECTED_GAIN]:.1%}"
                 return None
         chosen = int(np.argmax(scores))
         surrogates, x = self.surrogates(history), pool.x[chosen : chosen + 1]
@@ -101,9 +101,9 @@ class ModelStrategy(Strategy):
 
     def _over(self, history: History, gain: float) -> bool:
         """Whether the last proposals promised as little as this one."""
-        told = [r.expected[GAIN] for r in history.launched if GAIN in r.expected]
-        last = [*told, gain][-IN_A_ROW:]
-        return len(last) == IN_A_ROW and max(last) < PROMISE
+        told = [r.expected[EXPECTED_GAIN] for r in history.launched if EXPECTED_GAIN in r.expected]
+        last = [*told, gain][-STOP_PROPOSALS:]
+        return len(last) == STOP_PROPOSALS and max(last) < STOP_LOG_GAIN
 
     def rank(self, history: History) -> list[TrialResult]:
         """By what the models expect of each: those that are likely to hold every bound first.
@@ -125,9 +125,9 @@ class ModelStrategy(Strategy):
         chances, costs = np.exp(surrogates.log_feasible(x)), surrogates.expected(x)[0]
         chances[[not history.space.changes(r.config) for r in measured]] = 1.0  # the baseline holds its own
         rows = list(zip(measured, chances, costs, strict=True))
-        sure = sorted((row for row in rows if row[1] >= SURE), key=lambda row: row[2])
-        unsure = sorted((row for row in rows if row[1] < SURE), key=lambda row: -row[1])
-        tied = [row for row in sure if row[2] <= sure[0][2] + TIE]
+        sure = sorted((row for row in rows if row[1] >= MIN_P_FEASIBLE), key=lambda row: row[2])
+        unsure = sorted((row for row in rows if row[1] < MIN_P_FEASIBLE), key=lambda row: -row[1])
+        tied = [row for row in sure if row[2] <= sure[0][2] + TIE_LOG_RATIO]
         tied.sort(key=lambda row: len(history.space.changes(row[0].config)))
         return [result for result, _, _ in (*tied, *sure[len(tied) :], *unsure)]
 
@@ -145,15 +145,17 @@ class ModelStrategy(Strategy):
         chances, (costs, deviations) = np.exp(surrogates.log_feasible(x)), surrogates.expected(x)
         changed = np.array([bool(history.space.changes(r.config)) for r in measured])
         chances[~changed] = float(history.baseline is not None and history.baseline.feasible)
-        best = int(np.argmin(np.where(chances >= SURE, costs, np.inf)))
-        if chances[best] < SURE:  # then whatever holds its bounds is better
+        best = int(np.argmin(np.where(chances >= MIN_P_FEASIBLE, costs, np.inf)))
+        if chances[best] < MIN_P_FEASIBLE:  # then whatever holds its bounds is better
             gains = chances
         else:
             gains = chances * _improvement(costs[best] - costs, deviations)
             gains[best] = 0.0
-        ranked = [i for i in np.argsort(-gains, kind="stable") if changed[i] and gains[i] >= CLOSE]
-        known = changed[best] and chances[best] >= SURE
-        if known and (ranked or chances[best] < CERTAIN):
+        ranked = [
+            i for i in np.argsort(-gains, kind="stable") if changed[i] and gains[i] >= MIN_LOG_GAIN_TO_REPEAT
+        ]
+        known = changed[best] and chances[best] >= MIN_P_FEASIBLE
+        if known and (ranked or chances[best] < MAX_P_TO_REPEAT):
             ranked.insert(0, best)  # for it is compared with them under the same requests
         return [measured[i] for i in ranked]
 
@@ -171,7 +173,9 @@ class ModelStrategy(Strategy):
             simpler = {**config, flag: space.baseline[flag]}
             if not space.refusals(simpler):
                 its_cost, deviation, its_chance = expected(simpler)
-                if its_cost <= cost + max(TIE, deviation) and its_chance >= min(chance, math.log(SURE)):
+                if its_cost <= cost + max(TIE_LOG_RATIO, deviation) and its_chance >= min(
+                    chance, math.log(MIN_P_FEASIBLE)
+                ):
                     config = simpler
         return config
 
@@ -179,7 +183,7 @@ class ModelStrategy(Strategy):
         """By what the models expect: what differs from the refused one to no effect is no safer."""
         ranked, surrogates = self.rank(history), self.surrogates(history, plain=True)
         slack = surrogates.slack(encode(history.space, [refused.config, *(r.config for r in ranked)]))
-        return [r for r, own in zip(ranked, slack[1:], strict=True) if own >= slack[0] + SAFER]
+        return [r for r, own in zip(ranked, slack[1:], strict=True) if own >= slack[0] + MIN_LOG_SLACK_GAIN]
 
     def surrogates(self, history: History, plain: bool = False) -> Surrogates:
         """Of what was measured, and of what runs. ``plain``: without the prior.
@@ -194,7 +198,7 @@ class ModelStrategy(Strategy):
             held = self._held[plain] = key, Surrogates(history, prior, held[1] if held else None)
         return held[1].with_pending(history.running)
 
-    def _scores(self, history: History, pool: Pool, serves: Array) -> Array:
+    def _scores(self, history: History, pool: CandidatePool, serves: Array) -> Array:
         """Logarithms of what a trial of each is expected to gain. ``serves``: the chance that each comes up.
 
         A prior and none are averaged, by how much the prior has earned: where a wrong one sees nothing to
@@ -208,7 +212,7 @@ class ModelStrategy(Strategy):
             gain = np.logaddexp(
                 math.log(weight) + gain + surrogates.log_serves(pool.codes), math.log(1 - weight) + without
             )
-        return gain + np.log(serves) - SIMPLER * pool.changes
+        return gain + np.log(serves) - LOG_GAIN_PER_CHANGE * pool.changes
 
     def _log_gain(self, history: History, surrogates: Surrogates, x: Array) -> Array:
         """Logarithm of the expected improvement; flat while nothing is feasible."""
@@ -216,7 +220,7 @@ class ModelStrategy(Strategy):
         best = self._to_beat(history, surrogates)
         if best is None:
             return -0.1 * mean
-        return np.log(np.maximum(_improvement(best - WORTH - mean, deviation), 1e-300))
+        return np.log(np.maximum(_improvement(best - MIN_LOG_GAIN - mean, deviation), 1e-300))
 
     def _to_beat(self, history: History, surrogates: Surrogates) -> float | None:
         """The best objective that is expected of the best config, or of one that runs and is believed to hold
@@ -225,10 +229,12 @@ class ModelStrategy(Strategy):
         known = [] if history.best is None else [history.best.config]
         if history.running:
             chances = np.exp(surrogates.log_feasible(encode(history.space, history.running)))
-            known += [c for c, chance in zip(history.running, chances, strict=True) if chance >= SURE]
+            known += [
+                c for c, chance in zip(history.running, chances, strict=True) if chance >= MIN_P_FEASIBLE
+            ]
         return float(surrogates.expected(encode(history.space, known))[0].min()) if known else None
 
-    def _pool(self, history: History) -> tuple[Pool, Array]:
+    def _pool(self, history: History) -> tuple[CandidatePool, Array]:
         """Configs that may be launched and do something, each once; the chance that its server comes up."""
         near = history.best.config if history.best else None
         pool = self._pools_of(history.space).fresh(self.rng(history), history.taken, near)
@@ -241,16 +247,16 @@ class ModelStrategy(Strategy):
             self.exhausted = _none_left(bool(useless.any()), bool(fails.any()))
         return pool.only(may), crashes.chance(pool.codes[may])
 
-    def _pools_of(self, space: Space) -> Pools:
+    def _pools_of(self, space: Space) -> CandidatePools:
         if self._pools is None or self._pools.space is not space:
-            self._pools = Pools(space)
+            self._pools = CandidatePools(space)
         return self._pools
 
-    def _ask_first(self, history: History, pool: Pool) -> None:
+    def _ask_first(self, history: History, pool: CandidatePool) -> None:
         assert self.prior is not None
         self.prior.ask(r.config for r in history.launched)
-        if len(self.prior.known) < FIRST_ASKED:
-            spread = self.rng(history).sample(pool.rows, min(FIRST_ASKED, len(pool)))
+        if len(self.prior.known) < FIRST_SIMULATED:
+            spread = self.rng(history).sample(pool.rows, min(FIRST_SIMULATED, len(pool)))
             self.prior.ask(row.config for row in spread)
 
 

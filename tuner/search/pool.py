@@ -14,7 +14,7 @@ from tuner.search.crashes import Codes, codes_of
 from tuner.search.gp import Array
 from tuner.space.space import Axis, Config, Space, Value, config_key
 
-POOL = 4096
+MAX_POOL_CONFIGS = 4096
 """Configs that are weighed: a whole space of so many, else a random part and the best one's neighbours."""
 
 
@@ -31,7 +31,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Pool:
+class CandidatePool:
     """Rows, and columns over them."""
 
     rows: Sequence[Candidate]
@@ -43,7 +43,7 @@ class Pool:
         return len(self.rows)
 
     @classmethod
-    def of(cls, rows: Sequence[Candidate]) -> Pool:
+    def of(cls, rows: Sequence[Candidate]) -> CandidatePool:
         return cls(
             rows,
             np.array([row.x for row in rows]),
@@ -51,13 +51,13 @@ class Pool:
             np.array([row.changes for row in rows], dtype=float),
         )
 
-    def only(self, chosen: Any) -> Pool:
+    def only(self, chosen: Any) -> CandidatePool:
         """``chosen``: indices, or a flag for each row."""
         at = np.arange(len(self.rows))[chosen]
-        return Pool([self.rows[i] for i in at], self.x[at], self.codes[at], self.changes[at])
+        return CandidatePool([self.rows[i] for i in at], self.x[at], self.codes[at], self.changes[at])
 
 
-class Pools:
+class CandidatePools:
     """Makes them of one space. Configs that a rule refuses are in none."""
 
     def __init__(self, space: Space) -> None:
@@ -65,26 +65,28 @@ class Pools:
         self._rows: dict[str, Candidate | None] = {}
         self._whole: tuple[str, ...] | None = None
 
-    def fresh(self, rng: random.Random, taken: frozenset[str], near: Config | None) -> Pool:
+    def fresh(self, rng: random.Random, taken: frozenset[str], near: Config | None) -> CandidatePool:
         """Those not ``taken``. Of a space that is too large to be weighed whole: some at random, and the
         neighbours of ``near``.
         """
         keys = self._whole
         if keys is None:
-            small = self.space.size <= POOL
-            if len(self._rows) > 10 * POOL:
+            small = self.space.size <= MAX_POOL_CONFIGS
+            if len(self._rows) > 10 * MAX_POOL_CONFIGS:
                 self._rows = {}
-            sampled: Iterable[Config] = self.space.sample(rng, POOL)
+            sampled: Iterable[Config] = self.space.sample(rng, MAX_POOL_CONFIGS)
             if not small and near is not None:
                 sampled = itertools.chain(sampled, neighbours(self.space, near))
             keys = tuple(dict.fromkeys(map(self._add, sampled)))
             self._whole = keys if small else None
         rows = (self._rows[key] for key in keys if key not in taken)
-        return Pool.of([row for row in rows if row is not None])
+        return CandidatePool.of([row for row in rows if row is not None])
 
-    def of(self, configs: Iterable[Config]) -> Pool:
+    def of(self, configs: Iterable[Config]) -> CandidatePool:
         """Of these, whatever rules say."""
-        return Pool.of([self._rows[key] or self._row(c, key) for c in configs if (key := self._add(c))])
+        return CandidatePool.of(
+            [self._rows[key] or self._row(c, key) for c in configs if (key := self._add(c))]
+        )
 
     def _add(self, config: Config) -> str:
         key = config_key(config)

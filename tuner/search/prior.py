@@ -1,6 +1,6 @@
 """What a simulation expects of configs before they are measured.
 
-A prior may be wrong by half, or speak of another card: whoever uses it corrects it by what is measured
+A prior may be wrong by half, or speak of another card: the search corrects it by what is measured
 (``gp.py``). It is asked for single configs, for each costs a simulated run; in between it is interpolated.
 """
 
@@ -16,7 +16,7 @@ from loadgen.target import Target, TargetFailed
 from loadgen.targets.simulated import HERE, PREFIX, SimulatedTarget, SimulatedTargetError
 from servers.errors import UserError
 from servers.slo.objective import Slo
-from tuner.runs.load import Traffic, span
+from tuner.runs.load import Traffic, load_seconds
 from tuner.runs.measure import Run, measure
 from tuner.space.space import Config, config_key
 
@@ -88,12 +88,12 @@ class SimulatedPrior(Prior):
     def _simulated(self, config: Config, schedules: Iterable[Schedule]) -> list[Run]:
         """Raises TargetFailed."""
         with self._target.open(self._flags(config)) as server:
-            return [Run(server.run(schedule), span(schedule)) for schedule in schedules]
+            return [Run(server.run(schedule), load_seconds(schedule)) for schedule in schedules]
 
 
 AUTO, NONE, FITTED = "auto", "none", "sketch"
-ACCEPTANCE = 0.1
-"""Of drafts, unless somebody measures it: prompts that are drawn repeat little, and a prior that promises
+DRAFT_ACCEPTANCE = 0.1
+"""Of drafts, until it is measured: generated prompts repeat little, and a prior that promises
 much of drafts spends launches on them."""
 
 
@@ -129,7 +129,7 @@ def make_simulator(
     if name == PREFIX + HERE:
         return lambda: _own(model, note)
     try:
-        made = SimulatedTarget(PREFIX + name.removeprefix(PREFIX), model, acceptance=ACCEPTANCE)
+        made = SimulatedTarget(PREFIX + name.removeprefix(PREFIX), model, acceptance=DRAFT_ACCEPTANCE)
     except SimulatedTargetError as error:
         raise PriorError(f"--prior {name}: {error}") from None
     return lambda: made
@@ -137,7 +137,7 @@ def make_simulator(
 
 def _own(model: str, note: Callable[[str], None]) -> Target | None:
     try:
-        return SimulatedTarget(PREFIX + HERE, model, acceptance=ACCEPTANCE, calibrating=note)
+        return SimulatedTarget(PREFIX + HERE, model, acceptance=DRAFT_ACCEPTANCE, calibrating=note)
     except (SimulatedTargetError, ImportError) as error:
         note(f"no prior: {error}")
         return None

@@ -18,7 +18,9 @@ from tuner.runs.result import BASELINE, Measurement, Reading, TrialResult
 from tuner.space.config import config_key
 
 
-def judged(repeat: TrialResult, own: TrialResult | None, relative: Iterable[RelativeBound]) -> TrialResult:
+def judge_repeat(
+    repeat: TrialResult, own: TrialResult | None, relative: Iterable[RelativeBound]
+) -> TrialResult:
     """A repeat, held against the baseline's ``own`` under the same requests; None: not measured so far."""
     if repeat.measurement is None:
         return repeat
@@ -30,7 +32,7 @@ def judged(repeat: TrialResult, own: TrialResult | None, relative: Iterable[Rela
     return replace(repeat, violations=violations, judged=True)
 
 
-def joined(results: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
+def merge_repeats(results: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
     """One result for every config, in the order of the first ones; with repeats, of all measurements.
 
     Latencies and rates are geometric means, put as if each had been measured under the requests that all

@@ -17,14 +17,14 @@ import optuna
 from servers.slo.bounds import Bound
 from servers.slo.objective import Objective, RelativeBound
 from tuner.runs.result import BASELINE, TrialResult
-from tuner.search.repeats import joined
+from tuner.search.repeats import merge_repeats
 from tuner.space.space import Config, Space, Value, config_key
 
-TIE = 0.1
+TIE_SHARE = 0.1
 """Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
-SLACK = 0.05
+MIN_SLACK = 0.05
 """Relative distance that a candidate should keep to its bounds."""
-GAIN = "gain"
+EXPECTED_GAIN = "gain"
 """Beside the figures that are expected of a suggestion: by what share it should beat the best."""
 
 
@@ -96,7 +96,7 @@ class Strategy(ABC):
         """Of :meth:`rank`, those that keep more distance to the bounds than one that fresh runs refused. By
         default by what each measured.
         """
-        return [r for r in self.rank(history) if r.slack >= refused.slack + SLACK]
+        return [r for r in self.rank(history) if r.slack >= refused.slack + MIN_SLACK]
 
     def without_inactive(self, history: History, config: Config) -> Config:
         """``config`` less the changes that are not expected to do anything. By default nothing is known."""
@@ -108,11 +108,13 @@ class Strategy(ABC):
         bound, unless that is the best alone and it keeps its distance.
         """
         objective, space = history.objective, history.space
-        told = [r for r in joined(history.results) if r.status == "measured" and space.changes(r.config)]
-        near = [r for r in told if r.slack >= -SLACK and math.isfinite(r.value(objective))]
+        told = [
+            r for r in merge_repeats(history.results) if r.status == "measured" and space.changes(r.config)
+        ]
+        near = [r for r in told if r.slack >= -MIN_SLACK and math.isfinite(r.value(objective))]
         near.sort(key=lambda r: _cost(r, objective))
         tied = [r for r in near if _tied(r, near[0], objective)]
-        return [] if len(tied) == 1 and tied[0].slack >= SLACK else tied
+        return [] if len(tied) == 1 and tied[0].slack >= MIN_SLACK else tied
 
     def sampler(self, seed: int) -> optuna.samplers.BaseSampler:
         """Fills in what suggestions leave out."""
@@ -195,18 +197,18 @@ class StaircaseStrategy(Strategy):
 def by_measurement(history: History) -> list[TrialResult]:
     """Feasible configs, the best first.
 
-    Those that keep SLACK to every bound come first, for one measurement does not tell a bound that is just
-    held from one that is just missed. Then the objective decides, and of those that tie with the best the one
-    with fewest changes; the user's own is the best unless another one is better.
+    Those that keep MIN_SLACK to every bound come first, for one measurement does not tell a bound that is
+    just held from one that is just missed. Then the objective decides, and of those that tie with the best
+    the one with fewest changes; the user's own is the best unless another one is better.
     """
     objective, space = history.objective, history.space
-    feasible = [r for r in joined(history.results) if r.feasible and math.isfinite(r.value(objective))]
+    feasible = [r for r in merge_repeats(history.results) if r.feasible and math.isfinite(r.value(objective))]
     own = [r for r in feasible if not space.changes(r.config)][:1]
     others = [r for r in feasible if space.changes(r.config)]
-    ordered = sorted(others, key=lambda r: (r.slack < SLACK, _cost(r, objective)))
+    ordered = sorted(others, key=lambda r: (r.slack < MIN_SLACK, _cost(r, objective)))
     if ordered:
         top = ordered[0]
-        near = [r for r in ordered if r.slack >= min(SLACK, top.slack) and _tied(r, top, objective)]
+        near = [r for r in ordered if r.slack >= min(MIN_SLACK, top.slack) and _tied(r, top, objective)]
         first = min(near, key=lambda r: (len(space.changes(r.config)), ordered.index(r)))
         ordered = [first, *(r for r in ordered if r is not first)]
     better = 1 if ordered and own and _cost(ordered[0], objective) < _cost(own[0], objective) else 0
@@ -227,9 +229,9 @@ def _cost(result: TrialResult, objective: Objective) -> tuple[float, float]:
 
 
 def _tied(a: TrialResult, b: TrialResult, objective: Objective) -> bool:
-    """Within TIE of each other, both by the end of the interval and by value."""
+    """Within TIE_SHARE of each other, both by the end of the interval and by value."""
     pairs = zip(_cost(a, objective), _cost(b, objective), strict=True)
-    return all(x == y or abs(x - y) <= TIE * abs(y) for x, y in pairs)
+    return all(x == y or abs(x - y) <= TIE_SHARE * abs(y) for x, y in pairs)
 
 
 def _index(param: Value) -> int:

@@ -30,16 +30,16 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 from servers.slo.bounds import Bound
 from servers.slo.objective import Objective, RelativeBound
 from tuner.runs.result import BASELINE, SERVES, Status, TrialResult
-from tuner.search.repeats import judged
+from tuner.search.repeats import judge_repeat
 from tuner.search.strategy import History, Strategy, TpeStrategy
 from tuner.space.space import Config, Space, config_key
 
 RULE = "rule"
 
-PER_KNOB = 5
+MIN_TRIALS_PER_KNOB = 5
 """Trials for each knob that was varied, and different outcomes in all: fewer say nothing about importance (a
 knob that one trial of ten varies is the most important one)."""
-FRUITLESS = 5
+MAX_FRUITLESS_PROPOSALS = 5
 """After so many proposals in a row that cannot be launched, an untried config is drawn at random."""
 MAX_DEATHS = 1
 """A config in the middle of which more processes than this died is taken for one that does not serve."""
@@ -79,7 +79,7 @@ class Study:
         self.strategy = strategy or TpeStrategy(seed)
         self.bounds: tuple[Bound, ...] = ()
         self.relative: tuple[RelativeBound, ...] = ()
-        """The SLO's, for strategies that model them; whoever knows it sets both."""
+        """The SLO's, for strategies that model them; set by the optimizer."""
         self._read: dict[int, TrialResult] = {}
         told = len(study.get_trials(deepcopy=False))
         study.sampler = self.strategy.sampler(seed + told)
@@ -124,7 +124,7 @@ class Study:
         if not result.request_set or result.status != "measured" or not self.space.changes(result.config):
             return result
         own = self._baseline_again(result.request_set, finished)
-        return judged(result, own if own and own.status == "measured" else None, self.relative)
+        return judge_repeat(result, own if own and own.status == "measured" else None, self.relative)
 
     def _baseline_again(self, request_set: int, finished: Sequence[TrialResult]) -> TrialResult | None:
         """What came of the baseline under another set of requests."""
@@ -171,7 +171,7 @@ class Study:
 
         Proposals that break a rule or repeat an earlier config are told on the spot and cost no launch.
         """
-        for _ in range(FRUITLESS):
+        for _ in range(MAX_FRUITLESS_PROPOSALS):
             if not self._queued():
                 suggestion = self.strategy.propose(self.history)
                 if suggestion is None:
@@ -287,7 +287,11 @@ class Study:
                 )
         told = shadow.get_trials(deepcopy=False)
         varied = sorted(name for name in shared if len({t.params[name] for t in told}) > 1)
-        if not varied or len(told) < PER_KNOB * len(varied) or len({t.value for t in told}) < PER_KNOB:
+        if (
+            not varied
+            or len(told) < MIN_TRIALS_PER_KNOB * len(varied)
+            or len({t.value for t in told}) < MIN_TRIALS_PER_KNOB
+        ):
             return {}
         evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.5)
         found = optuna.importance.get_param_importances(shadow, evaluator=evaluator, params=varied)

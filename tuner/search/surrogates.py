@@ -26,34 +26,38 @@ from tuner.search.crashes import Codes, Crashes
 from tuner.search.gp import Array, GaussianProcess, Hyperparameters, Points, fit, most_probable
 from tuner.search.pool import encode
 from tuner.search.prior import Prior
-from tuner.search.strategy import SLACK, History
+from tuner.search.strategy import MIN_SLACK, History
 from tuner.space.space import Config, config_key
 
-STOPPED = 0.1
+SHORT_RUNG_LOG_SD = 0.1
 """Standard deviation of a short rung's logarithm against the whole, where no trial tells."""
-UNKNOWN = 0.5
+OPEN_INTERVAL_LOG_SD = 0.5
 """The same of a reading whose interval has no end: it lacks the rare stalls."""
-TRUST = 0.5
+OWN_NOISE_SHARE = 0.5
 """Of a reading's own interval, how much is noise between configs: they are measured on equal requests."""
-FAR = 1.5
+MAX_LOG_VIOLATION = 1.5
 """Logarithms further than this beyond a bound are all alike: far."""
-DOUBT, HEAD_START = 0.7, 3
+MAX_PRIOR_WEIGHT, PRIOR_PSEUDO_TRIALS = 0.7, 3
 """A prior's greatest weight, and how many trials its good name counts for."""
-SETTLES, GROWTH = 8, 1.25
-"""See :func:`settled`."""
-BROKEN = 0.3
+REFIT_FROM, REFIT_GROWTH = 8, 1.25
+"""See :func:`deciding_points`."""
+P_SERVES_DESPITE_PRIOR = 0.3
 """Chance that a server serves although the prior says that its memory does not suffice."""
 
 
-def settled(n: int) -> int:
+def deciding_points(n: int) -> int:
     """Of ``n`` points, the first so many decide on the hyperparameters: a tenth more changes them little, and
     to find them takes most of the time.
     """
-    return n if n < SETTLES else int(SETTLES * GROWTH ** int(math.log(n / SETTLES, GROWTH) + 1e-9))
+    return (
+        n
+        if n < REFIT_FROM
+        else int(REFIT_FROM * REFIT_GROWTH ** int(math.log(n / REFIT_FROM, REFIT_GROWTH) + 1e-9))
+    )
 
 
 @dataclass(frozen=True)
-class Figure:
+class ModelledMetric:
     """One figure that is modelled, as a number that should be small."""
 
     metric: str
@@ -65,7 +69,7 @@ class Figure:
     relative: bool = False
 
     @classmethod
-    def of(cls, wanted: Objective | Bound | RelativeBound) -> Figure:
+    def of(cls, wanted: Objective | Bound | RelativeBound) -> ModelledMetric:
         match wanted:
             case Objective():
                 return cls(wanted.metric, wanted.cls, 1 if wanted.direction == "minimize" else -1)
@@ -104,17 +108,19 @@ class Surrogates:
     ) -> None:
         """``earlier``: those of the same prior, of which is kept what would come out the same."""
         self.history, self.prior = history, prior
-        self.objective = Figure.of(history.objective)
-        self.bounds = (*map(Figure.of, history.bounds), *map(Figure.of, history.relative))
+        self.objective = ModelledMetric.of(history.objective)
+        self.bounds = (*map(ModelledMetric.of, history.bounds), *map(ModelledMetric.of, history.relative))
         self._told = [r for r in history.launched if r.measurement is not None]
         self._request_sets = np.array([float(r.request_set) for r in self._told])
-        self._processes: dict[Figure, GaussianProcess | None] = {}
+        self._processes: dict[ModelledMetric, GaussianProcess | None] = {}
         self._simulated = len(prior.known) if prior else 0
         kept = earlier is not None and earlier._simulated == self._simulated
-        self._surfaces: dict[Figure, tuple[GaussianProcess, float] | None] = (
+        self._surfaces: dict[ModelledMetric, tuple[GaussianProcess, float] | None] = (
             earlier._surfaces if earlier and kept else {}
         )
-        self._shapes: dict[tuple[Figure, str, int], Hyperparameters] = earlier._shapes if earlier else {}
+        self._shapes: dict[tuple[ModelledMetric, str, int], Hyperparameters] = (
+            earlier._shapes if earlier else {}
+        )
 
     def with_pending(self, running: Sequence[Config]) -> Surrogates:
         """As if these configs had measured what is expected of them (see ``gp.py``)."""
@@ -128,7 +134,7 @@ class Surrogates:
         }
         return found
 
-    def expected(self, x: Array, figure: Figure | None = None) -> tuple[Array, Array]:
+    def expected(self, x: Array, figure: ModelledMetric | None = None) -> tuple[Array, Array]:
         """(means, standard deviations) of a figure's scaled value, by default the objective's."""
         figure = figure or self.objective
         process = self._process(figure)
@@ -139,13 +145,13 @@ class Surrogates:
         return (mean - figure.sign * math.log(figure.limit) if figure.relative else mean), deviation
 
     def log_feasible(self, x: Array) -> Array:
-        """Logarithm of the chance that a server that comes up holds every bound, with SLACK to spare."""
+        """Logarithm of the chance that a server that comes up holds every bound, with MIN_SLACK to spare."""
         total = np.zeros(len(x))
         for figure in self.bounds:
             if self._process(figure) is None:  # no trial has the figure, or no trial missed it
                 continue
             mean, deviation = self.expected(x, figure)
-            total += log_ndtr((-SLACK - mean) / deviation)
+            total += log_ndtr((-MIN_SLACK - mean) / deviation)
         return total
 
     def slack(self, x: Array) -> Array:
@@ -162,11 +168,11 @@ class Surrogates:
         """
         failed = [(p.config, p.failure) for p in self.prior.known.values() if p.failure] if self.prior else []
         crashes = Crashes(self.history.space, failed, [r.config for r in self._told])
-        return np.where(crashes.forbidden(codes), math.log(BROKEN), 0.0)
+        return np.where(crashes.forbidden(codes), math.log(P_SERVES_DESPITE_PRIOR), 0.0)
 
     def prior_weight(self) -> float:
-        """What the prior has earned: DOUBT at first, then the rank correlation of its objective with the
-        measured one, as more and more trials tell.
+        """What the prior has earned: MAX_PRIOR_WEIGHT at first, then the rank correlation of its objective
+        with the measured one, as more and more trials tell.
         """
         assert self.prior is not None, "only a prior has a weight"
         figure, known = self.objective, self.prior.known
@@ -178,9 +184,15 @@ class Surrogates:
         ]
         ranks = [np.argsort(np.argsort(values)) for values in zip(*pairs, strict=True)]
         if len(pairs) < 3 or len({y for _, y in pairs}) < 2:
-            return DOUBT
+            return MAX_PRIOR_WEIGHT
         correlation = float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-        return min(DOUBT, max(1 - DOUBT, (HEAD_START + correlation * len(pairs)) / (HEAD_START + len(pairs))))
+        return min(
+            MAX_PRIOR_WEIGHT,
+            max(
+                1 - MAX_PRIOR_WEIGHT,
+                (PRIOR_PSEUDO_TRIALS + correlation * len(pairs)) / (PRIOR_PSEUDO_TRIALS + len(pairs)),
+            ),
+        )
 
     def figures(self, x: Array) -> dict[str, float]:
         """What a config at ``x`` (1, d) is expected to measure, by the figure's name."""
@@ -193,7 +205,7 @@ class Surrogates:
         return found
 
     @staticmethod
-    def _offset(figure: Figure) -> float:
+    def _offset(figure: ModelledMetric) -> float:
         return math.log(figure.limit) if figure.relative else 0.0
 
     @cached_property
@@ -204,11 +216,11 @@ class Surrogates:
     def _baseline(self) -> Array:
         return encode(self.history.space, [self.history.space.baseline])
 
-    def _asked(self, figure: Figure, x: Array) -> Points:
+    def _asked(self, figure: ModelledMetric, x: Array) -> Points:
         """As they would be measured in a trial, under the set of requests that all trials share."""
         return self._points(figure, x, np.zeros(len(x)))
 
-    def _points(self, figure: Figure, x: Array, request_sets: Array) -> Points:
+    def _points(self, figure: ModelledMetric, x: Array, request_sets: Array) -> Points:
         among = figure.relative or figure == self.objective  # configs are compared, not held against a limit
         parts = request_sets if among and self._request_sets.any() else None
         surface = self._surface(figure)
@@ -217,25 +229,27 @@ class Surrogates:
         process, level = surface
         return Points(x, process.means(Points(x)) - level, parts)
 
-    def _process(self, figure: Figure) -> GaussianProcess | None:
+    def _process(self, figure: ModelledMetric) -> GaussianProcess | None:
         if figure not in self._processes:
             self._processes[figure] = self._fitted(figure)
         return self._processes[figure]
 
-    def _fitted(self, figure: Figure) -> GaussianProcess | None:
+    def _fitted(self, figure: ModelledMetric) -> GaussianProcess | None:
         """None where no trial has the figure, or none of them tells anything."""
         told = self._rows(figure, self._told)
         if told is None:
             return None
         points, y, variances = told
-        few = settled(len(self._told))
+        few = deciding_points(len(self._told))
         shape = self._shapes.get((figure, "trials", few))
         if shape is None:
             earlier = self._rows(figure, self._told[:few]) or told
             shape = self._shapes[figure, "trials", few] = most_probable(*earlier)
         return fit(points, y, variances, shape)
 
-    def _rows(self, figure: Figure, told: Sequence[TrialResult]) -> tuple[Points, Array, Array] | None:
+    def _rows(
+        self, figure: ModelledMetric, told: Sequence[TrialResult]
+    ) -> tuple[Points, Array, Array] | None:
         """(points, values, variances) for a fit to some trials."""
         shift = self._short_to_whole(figure, told)
         y, variances = np.array([self._reading(r, figure, shift) for r in told]).reshape(-1, 2).T
@@ -245,11 +259,11 @@ class Surrogates:
         ):  # nothing to learn: every trial held it
             return None
         if figure in self.bounds and not figure.relative:
-            y = np.minimum(y, FAR)
+            y = np.minimum(y, MAX_LOG_VIOLATION)
         points = self._points(figure, self._x[: len(told)][there], self._request_sets[: len(told)][there])
         return points, y[there], variances[there]
 
-    def _surface(self, figure: Figure) -> tuple[GaussianProcess, float] | None:
+    def _surface(self, figure: ModelledMetric) -> tuple[GaussianProcess, float] | None:
         """The prior's figure over the space, interpolated between what was simulated; and its level."""
         if self.prior is None:
             return None
@@ -263,7 +277,7 @@ class Surrogates:
             if len(rows) > 1:
                 x = encode(self.history.space, [config for config, _ in rows])
                 values = np.array([y for _, y in rows])
-                few = settled(len(rows))
+                few = deciding_points(len(rows))
                 at = figure, "prior", few
                 if at not in self._shapes:
                     self._shapes[at] = most_probable(Points(x[:few]), values[:few])
@@ -271,12 +285,12 @@ class Surrogates:
                 self._surfaces[figure] = process, float(values.mean())
         return self._surfaces[figure]
 
-    def _absolute(self, figure: Figure, value: float) -> float:
+    def _absolute(self, figure: ModelledMetric, value: float) -> float:
         """Scaled, but not against the baseline's."""
         return figure.scaled(value) + figure.sign * self._offset(figure)
 
     def _reading(
-        self, result: TrialResult, figure: Figure, shift: tuple[float, float]
+        self, result: TrialResult, figure: ModelledMetric, shift: tuple[float, float]
     ) -> tuple[float, float]:
         """(the figure over a whole run, its own variance). ``shift``: see :meth:`_short_to_whole`."""
         assert result.measurement is not None
@@ -287,14 +301,14 @@ class Surrogates:
         added, spread = shift
         return y + added, variance + spread
 
-    def _value(self, measurement: Measurement, figure: Figure) -> float:
+    def _value(self, measurement: Measurement, figure: ModelledMetric) -> float:
         """Of the objective the worse end of its interval: a tail can be short by luck, when just fewer stalls
         than its share fell into the run, and its interval then reaches up to the stalls.
         """
         reading = measurement.reading(figure.metric, figure.cls)
         return reading.worse_end(figure.sign) if figure == self.objective else reading.value
 
-    def _short_to_whole(self, figure: Figure, told: Sequence[TrialResult]) -> tuple[float, float]:
+    def _short_to_whole(self, figure: ModelledMetric, told: Sequence[TrialResult]) -> tuple[float, float]:
         """(median, variance) of what the whole measurement adds to the short rung, where both are known."""
 
         def scaled(measurement: Measurement) -> float:
@@ -304,9 +318,9 @@ class Surrogates:
         added = [scaled(whole) - scaled(short) for short, whole in both if short and whole]
         added = [a for a in added if math.isfinite(a)]
         if not added:
-            return 0.0, STOPPED**2
+            return 0.0, SHORT_RUNG_LOG_SD**2
         spread = float(np.var(added)) if len(added) > 2 else 0.0
-        return float(np.median(added)), max(spread, STOPPED**2)
+        return float(np.median(added)), max(spread, SHORT_RUNG_LOG_SD**2)
 
 
 def _variance(reading: Reading) -> float:
@@ -314,5 +328,5 @@ def _variance(reading: Reading) -> float:
     if not reading.value > 0 or math.isnan(reading.high) or math.isnan(reading.low):
         return 0.0
     if math.isinf(reading.high) or reading.low <= 0:
-        return UNKNOWN**2
-    return (TRUST * math.log(reading.high / reading.low) / 4) ** 2
+        return OPEN_INTERVAL_LOG_SD**2
+    return (OWN_NOISE_SHARE * math.log(reading.high / reading.low) / 4) ** 2

@@ -17,7 +17,13 @@ from loadgen.targets.simulated import gpu_defaults
 from servers.command import ServerCommand, parse_command
 from servers.kinds import KINDS
 from servers.slo.objective import parse_slo
-from tuner.job.job import DEFAULT_BUDGET, DEFAULT_RUN_SECONDS, DEFAULT_SIMULATED_BUDGET, Job, UsageError
+from tuner.job.job import (
+    DEFAULT_BUDGET_SECONDS,
+    DEFAULT_RUN_SECONDS,
+    DEFAULT_SIMULATED_BUDGET_SECONDS,
+    Job,
+    UsageError,
+)
 from tuner.job.options import Options, Replay
 from tuner.runs.replay import ReplayLoad, digest, read_replay
 from tuner.search.from_doctor import read_findings
@@ -31,7 +37,7 @@ from tuner.study.target import check_target, started_as
 
 RUNS = Path("vtune-runs")
 """Where studies lie, unless --out says."""
-OURS = {"port", "host", "uds", *(s[2:].replace("-", "_") for k in KINDS.values() for s in k.always)}
+TUNERS_FLAGS = {"port", "host", "uds", *(s[2:].replace("-", "_") for k in KINDS.values() for s in k.always)}
 """Flags of a server that the tuner sets itself."""
 CONTEXT_TOKENS = 1 << 15
 """Of the model, for checks before its own is known."""
@@ -51,7 +57,7 @@ def requested_job(options: Options) -> RequestedJob:
     command = parse_command(options.flags) if options.flags else ServerCommand("")
     stated = _stated(options)
     if options.flags is not None:
-        stated["flags"] = {name: value for name, value in command.flags.items() if name not in OURS}
+        stated["flags"] = {name: value for name, value in command.flags.items() if name not in TUNERS_FLAGS}
     if options.baseline is None:
         usual = {"model": command.model or Job.model, **started_as(command, stated.get("target", Job.target))}
     else:
@@ -156,7 +162,7 @@ def _completed(asked: Mapping[str, Any]) -> Job:
     """The job with its defaults, those included that depend on the target and on the load."""
     job = Job(**asked)
     if "budget" not in asked:
-        usual = DEFAULT_SIMULATED_BUDGET if job.simulated else DEFAULT_BUDGET
+        usual = DEFAULT_SIMULATED_BUDGET_SECONDS if job.simulated else DEFAULT_BUDGET_SECONDS
         job = replace(job, budget=None if job.trials else usual)
     job = replace(
         job, flags={**gpu_defaults(job.target), **job.flags}

@@ -39,7 +39,7 @@ class Begun:
 
 
 @dataclass(frozen=True)
-class Session:
+class StudySession:
     """One call of ``vtune optimize``, its options resolved."""
 
     name: str
@@ -52,7 +52,7 @@ class Session:
     """Seconds."""
 
     @classmethod
-    def of(cls, options: Options) -> Session:
+    def of(cls, options: Options) -> StudySession:
         """Creates nothing, so that a typing error leaves nothing behind.
 
         Raises UsageError, and what ``requested_job`` raises.

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from tuner.space.knobs import DRAFTS, HELD, SPECULATION, default_of, knobs_of
+from tuner.space.knobs import ALWAYS_NAMED, DRAFTS, SPECULATION, default_of, knobs_of
 
 Config = Mapping[str, Any]
 LOOKUPS = ("prompt_lookup_min", "prompt_lookup_max")
@@ -17,7 +17,7 @@ LOOKUP_DEFAULT = 5
 def effective(flags: Config, server: str) -> dict[str, Any]:
     """What a ``server`` of this kind runs with when it is started with ``flags``: defaults filled in."""
     own = knobs_of(server)
-    named = [knob for knob in own if knob.main or knob.name in HELD]
+    named = [knob for knob in own if knob.main or knob.name in ALWAYS_NAMED]
     defaults = {k.flag: None if k.flag == SPECULATION else default_of(k, server) for k in named}
     config: dict[str, Any] = {**defaults, **flags}
     speculation = config.get(SPECULATION)

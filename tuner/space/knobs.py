@@ -55,7 +55,7 @@ class Knob:
     servers: tuple[str, ...] = ()
     """Names of the kinds of server that have it so; (): every kind that has such a flag."""
     default: Value = None
-    """What it is when nobody sets it, where ``servers.flags.defaults`` has no number for it; None: unset."""
+    """What it is when it is not set, where ``servers.flags.defaults`` has no number for it; None: unset."""
     needs: str | None = None
     needs_value: Value = None
     """The knob that this one depends on, and the value it must have; None: any that is true."""
@@ -200,12 +200,12 @@ KNOBS = (
 )
 """In the order in which they are searched and shown."""
 
-HELD = ("enable_chunked_prefill", "enable_prefix_caching", "scheduling_policy")
+ALWAYS_NAMED = ("enable_chunked_prefill", "enable_prefix_caching", "scheduling_policy")
 """Beside the main knobs, what every config names: rules and starting points ask for them."""
 
 
 def default_of(knob: Knob, server: str) -> Value:
-    """What the flag is where nobody sets it: the doctor's figure, else the knob's own."""
+    """What the flag is where it is not set: the doctor's figure, else the knob's own."""
     if knob.name == DRAFTS:
         return 0
     if knob.flag in NAMES:
@@ -222,7 +222,7 @@ def knobs_of(server: str) -> tuple[Knob, ...]:
 
 def started_with(server: str) -> list[str]:
     """The flags of every config of which a start tells, or a default is known."""
-    named = dict.fromkeys(knob.flag for knob in knobs_of(server) if knob.main or knob.name in HELD)
+    named = dict.fromkeys(knob.flag for knob in knobs_of(server) if knob.main or knob.name in ALWAYS_NAMED)
     return [name for name in named if name in NAMES]
 
 

@@ -316,7 +316,7 @@ def _in_order(knobs: Sequence[Knob]) -> list[Knob]:
 def _check_names(
     fix: Sequence[str], vary: Mapping[str, tuple[Value, ...] | None], around: Surroundings
 ) -> None:
-    """Raises SpaceError for a flag that nobody knows."""
+    """Raises SpaceError for a flag that is not known."""
     own = knobs_of(around.server)
     known = {name for knob in own for name in (knob.flag, knob.name)}
     for flag in fix:

@@ -12,15 +12,15 @@ from typing import Self
 from tuner.job.job import Job, UsageError
 from tuner.runs.result import TrialResult
 
-MIN_PAIRS, MAX_PAIRS, MOST_PAIRS = 3, 8, 16
+MIN_PAIRS, MAX_RESERVED_PAIRS, MAX_PAIRS = 3, 8, 16
 """Of a confirmation: the least, the most that time is kept for, the most where the search leaves time."""
 CONFIRM_SHARE = 0.5
 """Share of a time budget that the confirmation may take, unless MIN_PAIRS need more."""
-FEW_TRIALS = 5
+MIN_USEFUL_TRIALS = 5
 """Trials beside the baseline that a budget should afford."""
 LOADS_SHARE, LOADS_CONFIGS = 0.25, 3
 """Of a budget, at most this share for the comparison at other loads; so many configs are measured there."""
-PAUSE = 2.0
+PAUSE_SECONDS = 2.0
 """Seconds around a run that are not the run: drawing the schedule, warm-up, scrapes, parsing."""
 
 
@@ -130,7 +130,7 @@ class Plan:
         assert self.budget_seconds is not None, "without a budget there is no time left"
         opening, pair = confirmation_costs(self.start_seconds, self.run_seconds, self.exclusive)
         left = (self.budget_seconds - spent - self.loads_seconds) / candidates - opening
-        return max(0, min(MOST_PAIRS, int(left / pair)))
+        return max(0, min(MAX_PAIRS, int(left / pair)))
 
     @property
     def search_seconds(self) -> float:
@@ -150,7 +150,7 @@ class Plan:
         """What a budget that affords no trial would have to be."""
         assert self.budget_seconds is not None, "without a budget every trial is afforded"
         spent, confirm, trial = self.spent_seconds, self.confirm_seconds, self.trial_seconds
-        wanted = math.ceil((spent + confirm + self.loads_seconds + FEW_TRIALS * trial) / 60)
+        wanted = math.ceil((spent + confirm + self.loads_seconds + MIN_USEFUL_TRIALS * trial) / 60)
         return (
             f"the budget of {format_seconds(self.budget_seconds)} affords no other trial: "
             f"{format_seconds(spent)} are spent, the confirmation takes {format_seconds(confirm)}, "
@@ -179,16 +179,16 @@ def confirmation_costs(start_seconds: float, run_seconds: float, exclusive: bool
 
     In the order AB BA AB one server gives way to the other once a pair, where both do not fit at once.
     """
-    runs = 2 * (run_seconds + PAUSE)
+    runs = 2 * (run_seconds + PAUSE_SECONDS)
     return (start_seconds, runs + start_seconds) if exclusive else (2 * start_seconds, runs)
 
 
 def choose_pairs(
     budget_seconds: float | None, start_seconds: float, run_seconds: float, exclusive: bool = False
 ) -> int:
-    """As many pairs as CONFIRM_SHARE of the budget affords, within [MIN_PAIRS, MAX_PAIRS]."""
+    """As many pairs as CONFIRM_SHARE of the budget affords, within [MIN_PAIRS, MAX_RESERVED_PAIRS]."""
     if budget_seconds is None:
-        return MAX_PAIRS
+        return MAX_RESERVED_PAIRS
     opening, pair = confirmation_costs(start_seconds, run_seconds, exclusive)
     affordable = (CONFIRM_SHARE * budget_seconds - opening) / pair
-    return max(MIN_PAIRS, min(MAX_PAIRS, int(affordable)))
+    return max(MIN_PAIRS, min(MAX_RESERVED_PAIRS, int(affordable)))

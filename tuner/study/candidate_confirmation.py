@@ -10,13 +10,13 @@ from loadgen.compare import Pair, compare
 from loadgen.target import TargetFailed
 from servers.slo.objective import Slo
 from tuner.job.job import Job
-from tuner.runs.load import Traffic, span
+from tuner.runs.load import Traffic, load_seconds
 from tuner.runs.measure import goodput_bounds
 from tuner.runs.result import TrialResult
 from tuner.search.study import Study
 from tuner.space.config import Config
 from tuner.space.space import describe_changes
-from tuner.study.budget import MAX_PAIRS, MIN_PAIRS, Clock, Plan
+from tuner.study.budget import MAX_RESERVED_PAIRS, MIN_PAIRS, Clock, Plan
 from tuner.study.confirmation import (
     Confirmation,
     assess,
@@ -81,7 +81,7 @@ class CandidateConfirmation:
     def _first_pairs(self) -> int:
         """Of the first candidate: all that is left of the budget, unless half of it is enough for proof."""
         half, all_of_it = self._pairs(2), self._pairs(1)
-        return max(self.plan.pairs, half if half >= MAX_PAIRS else all_of_it)
+        return max(self.plan.pairs, half if half >= MAX_RESERVED_PAIRS else all_of_it)
 
     def _pairs(self, candidates: int) -> int:
         """Of runs of the next one, where time is left for so many; 0: too little for one more."""
@@ -119,7 +119,7 @@ class CandidateConfirmation:
         self.bench.observer.note(
             f"trial {best.number} against the baseline on {len(seeds)} fresh seeds, in turn: {changes}"
         )
-        seconds = {seed: span(load.confirmation(seed)) for seed in seeds}
+        seconds = {seed: load_seconds(load.confirmation(seed)) for seed in seeds}
         judged = looks(pairs)
 
         def settled(done: Sequence[Pair]) -> bool:

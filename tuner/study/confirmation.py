@@ -21,9 +21,9 @@ MIN_GAIN = 0.05
 LOOKS = (4, 6, 8, 12)
 """Numbers of pairs after which a confirmation may end, beside the most that the time affords. The chance of a
 false one is shared out among the looks (Bonferroni): each interval is wider, and all hold together."""
-ERROR = 0.05
+ERROR_RATE = 0.05
 """Chance that any interval of a confirmation does not hold the truth, over all its looks."""
-GUARD = 0.4
+GUARD_SHARE = 0.4
 """So far towards the worse end of its 95 % interval (a chance of 80 % on one side) a bound must still
 be held: what is only just held in these runs is missed in every other ones."""
 
@@ -114,14 +114,14 @@ def judge_pairs(
         )
         for metric, cls in compared(slo)
     }
-    return judge(values, measure(a, slo), measure(b, slo), slo, trial, baseline_feasible, confidence)
+    return assess_pooled(values, measure(a, slo), measure(b, slo), slo, trial, baseline_feasible, confidence)
 
 
 Values = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """By figure: what the runs of each side measured, pair by pair."""
 
 
-def judge(
+def assess_pooled(
     values: Values,
     baseline: Measurement,
     candidate: Measurement,
@@ -167,7 +167,7 @@ def looks(most: int) -> tuple[int, ...]:
 
 def confidence_of(most: int) -> float:
     """Of each interval of a confirmation of at most so many pairs."""
-    return 1 - ERROR / len(looks(most))
+    return 1 - ERROR_RATE / len(looks(most))
 
 
 def _hopeless(
@@ -256,7 +256,7 @@ def _doubt(bound: Bound, value: float, low: float, high: float) -> str:
     """Why it is not sure that ``bound`` is held by a value with a 95 % interval; "" where it is."""
     if bound.violation(value) > 0:
         return ": missed"
-    return "" if holds(bound, value, low, high, GUARD) else ": held too closely to be sure of it"
+    return "" if holds(bound, value, low, high, GUARD_SHARE) else ": held too closely to be sure of it"
 
 
 def holds(bound: Bound, value: float, low: float, high: float, share: float) -> bool:

@@ -24,7 +24,7 @@ REST = "anything else: stopping servers, reading results, waiting"
 
 
 @dataclass(frozen=True)
-class Item:
+class CostItem:
     purpose: str
     """For people."""
     seconds: float
@@ -32,7 +32,7 @@ class Item:
     """Of the whole."""
 
 
-def cost(results: Sequence[TrialResult], spent_on: Mapping[str, float], total: float) -> list[Item]:
+def time_spent(results: Sequence[TrialResult], spent_on: Mapping[str, float], total: float) -> list[CostItem]:
     """Every purpose that took time, and the rest of ``total`` seconds.
 
     Where several workers measured at once, their trials take more than the whole and there is no rest.
@@ -45,4 +45,4 @@ def cost(results: Sequence[TrialResult], spent_on: Mapping[str, float], total: f
     rest = max(0.0, total - sum(booked.values()))
     named = [(PURPOSES[purpose], seconds) for purpose, seconds in booked.items()] + [(REST, rest)]
     whole = sum(seconds for _, seconds in named)
-    return [Item(name, seconds, seconds / whole) for name, seconds in named if seconds > 0]
+    return [CostItem(name, seconds, seconds / whole) for name, seconds in named if seconds > 0]

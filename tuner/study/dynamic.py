@@ -16,7 +16,7 @@ from tuner.runs.result import Reading, without_nan
 
 MIN_GAIN = 0.05
 """A config must be worse by this much at some load, beside its interval, before another is advised there."""
-_INTERVAL = 2 * 1.96
+_INTERVAL_WIDTH_SDS = 2 * 1.96
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def advised(found: Sequence[Regime], load: float) -> int:
     return next(regime.best for regime in found if load < regime.end)
 
 
-def to_json(found: Sequence[Regime], curves: Sequence[Curve]) -> list[dict[str, Any]]:
+def regimes_json(found: Sequence[Regime], curves: Sequence[Curve]) -> list[dict[str, Any]]:
     """The regimes with what to start in each; null stands for an end that is open."""
     rows = [
         {
@@ -155,7 +155,7 @@ def _log_ratio(a: Reading, b: Reading) -> tuple[float, float]:
 def _error(reading: Reading) -> float:
     """Standard error of the logarithm, read off a 95 % interval; 0 where there is none."""
     low, high = reading.low, reading.high
-    return math.log(high / low) / _INTERVAL if 0 < low <= high < math.inf else 0.0
+    return math.log(high / low) / _INTERVAL_WIDTH_SDS if 0 < low <= high < math.inf else 0.0
 
 
 def _fall(points: Sequence[tuple[float, float]], near: float) -> float | None:

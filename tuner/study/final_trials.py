@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tuner.search.study import Study
-from tuner.study.budget import MAX_PAIRS, Clock, Plan
+from tuner.study.budget import MAX_RESERVED_PAIRS, Clock, Plan
 
-MOST_REPEATED, REPEATS = 3, 2
+MAX_REPEATED_CONFIGS, MAX_REPEATS = 3, 2
 """Configs that are repeated at once, beside the baseline, and how often."""
-ENOUGH = 10
+MIN_TRIALS_TO_REPEAT = 10
 """Trials of a search before its last ones repeat any: a short one has better things to try."""
 
 
@@ -24,7 +24,10 @@ class FinalTrials:
     def begin(self, left: int) -> None:
         """Queue what is due when only so many trials are ``left``."""
         best = self.study.best()
-        if left <= 1 + MOST_REPEATED and sum(r.launched for r in self.study.results) >= ENOUGH:
+        if (
+            left <= 1 + MAX_REPEATED_CONFIGS
+            and sum(r.launched for r in self.study.results) >= MIN_TRIALS_TO_REPEAT
+        ):
             self._close(left)
         if best is not None and left < len(self.study.space.changes(best.config)):
             self._simpler()
@@ -47,7 +50,7 @@ class FinalTrials:
 
     def _close(self, left: int) -> bool:
         """Configs of which a repeat could change what is recommended, and the baseline to compare them with,
-        under a set of requests that nobody had.
+        under a set of requests that no trial had.
         """
         baseline, request_set = (
             self.study.baseline,
@@ -55,13 +58,13 @@ class FinalTrials:
         )
         if (
             left < 2
-            or request_set > REPEATS
+            or request_set > MAX_REPEATS
             or self.study.repeating
             or not baseline
             or not baseline.measurement
         ):
             return False
-        chosen = self.study.close()[: min(MOST_REPEATED, left - 1)]
+        chosen = self.study.close()[: min(MAX_REPEATED_CONFIGS, left - 1)]
         if not chosen or not self._spares(1 + len(chosen)):
             return False
         for result in (baseline, *chosen):
@@ -76,4 +79,4 @@ class FinalTrials:
         if self.plan.budget_seconds is None:
             return True
         spent = self.clock.spent + trials * self.plan.trial_seconds
-        return self.plan.pairs_within(spent) >= MAX_PAIRS
+        return self.plan.pairs_within(spent) >= MAX_RESERVED_PAIRS

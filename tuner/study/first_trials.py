@@ -12,7 +12,7 @@ from servers.slo.objective import Slo
 from tuner.job.job import Job
 from tuner.runs.profiling import Profile
 from tuner.search.from_doctor import Hints, of_trial, prescribed
-from tuner.search.initial_design import REFERENCE_PREFILL, REFERENCE_TOKENS, starting_points
+from tuner.search.initial_design import REFERENCE_PREFILL_SPEED, REFERENCE_TOKENS, starting_points
 from tuner.search.model import ModelStrategy
 from tuner.search.study import Study
 
@@ -58,7 +58,7 @@ class FirstTrials:
         config, measured = self.study.space.baseline, self.study.baseline
         speed = self.profile.prefill_speed
         if math.isnan(speed):  # then the baseline's budget is taken for what the device's default should be
-            speed = REFERENCE_PREFILL * config["max_num_batched_tokens"] / REFERENCE_TOKENS
+            speed = REFERENCE_PREFILL_SPEED * config["max_num_batched_tokens"] / REFERENCE_TOKENS
         running = measured.peak_running if measured else None
         running = running or min(DEFAULT_RUNNING_REQUESTS, config["max_num_seqs"])
         itl = measured.measurement.value("itl_p50") if measured and measured.measurement else math.nan

@@ -18,12 +18,12 @@ from servers.slo.objective import Slo
 from servers.start_log import LINES, read_start_log
 from tuner.job.job import DEFAULT_RUN_SECONDS, Job
 from tuner.job.options import Replay
-from tuner.runs.load import Load, Traffic, span
+from tuner.runs.load import GeneratedLoad, Traffic, load_seconds
 from tuner.runs.profiling import OFFERED_SHARE, Profile, find_capacity, fitting_scale, time_alone
 from tuner.runs.replay import ReplayLoad, read_replay
 from tuner.space.knobs import started_with
 from tuner.space.space import Surroundings, effective
-from tuner.study.budget import PAUSE
+from tuner.study.budget import PAUSE_SECONDS
 from tuner.study.trial import Bench
 
 FALLBACK_CONTEXT_TOKENS = 4096
@@ -68,7 +68,7 @@ class LoadSelection:
         if self.trace is not None:
             return self._replayed(profile)
         workload = self.workload(profile.max_model_len, profile.scale)
-        return Load(workload, self.job.seed, profile.run_seconds, profile.rate, profile.concurrency)
+        return GeneratedLoad(workload, self.job.seed, profile.run_seconds, profile.rate, profile.concurrency)
 
     def levels(self, profile: Profile) -> tuple[float, ...]:
         """Levels of load to compare configs at, once there is a best one; rising, () for none."""
@@ -79,7 +79,7 @@ class LoadSelection:
     def levels_seconds(self, profile: Profile) -> float:
         """What a config takes at all levels, one run each; 0 without levels."""
         levels = self.levels(profile)
-        return sum(span(self.load(profile).at_level(level, 0)) + PAUSE for level in levels)
+        return sum(load_seconds(self.load(profile).at_level(level, 0)) + PAUSE_SECONDS for level in levels)
 
     def workload(self, max_model_len: int, scale: float | None) -> Workload:
         return workload_of(

@@ -14,28 +14,28 @@ from typing import Any
 from loadgen.target import Target, TargetFailed
 from servers.slo.bounds import Bound
 from servers.slo.objective import Slo
-from tuner.runs.load import span
+from tuner.runs.load import load_seconds
 from tuner.runs.measure import Run, measure
 from tuner.runs.replay import ReplayLoad
 from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
 from tuner.space.space import DRAFTS, Config, Space, config_key, describe_changes
-from tuner.study.budget import LOADS_CONFIGS, PAUSE
-from tuner.study.dynamic import Curve, Regime, advise, advised, regimes, to_json
+from tuner.study.budget import LOADS_CONFIGS, PAUSE_SECONDS
+from tuner.study.dynamic import Curve, Regime, advise, advised, regimes, regimes_json
 from tuner.study.optimize import Optimizer
-from tuner.study.outcome import Outcome, label
+from tuner.study.outcome import Outcome, metric_label
 from tuner.study.trial import ServerFailed, SetupFailed
 
-SENSITIVE = (DRAFTS, "max_num_batched_tokens", "max_num_seqs")
+LOAD_SENSITIVE_KNOBS = (DRAFTS, "max_num_batched_tokens", "max_num_seqs")
 """Knobs whose best value is known to depend on the load, the most sensitive first."""
 MAX_CANDIDATES = 7
-REPEATS = 2
+RUNS_PER_LEVEL = 2
 """Runs of a config at a level, where the budget has time for more than one."""
-HOURS = 24
+MAX_TRACE_PARTS = 24
 """Most parts that a trace is divided into."""
 
 
 @dataclass(frozen=True)
-class Hour:
+class TracePart:
     """A part of a trace, and which curve is advised for it. Seconds, requests/s."""
 
     begin: float
@@ -55,12 +55,12 @@ class Advice:
     curves: tuple[Curve, ...]
     regimes: tuple[Regime, ...]
     sentence: str
-    hours: tuple[Hour, ...] = ()
+    hours: tuple[TracePart, ...] = ()
     note: str = ""
     """What is predicted only, and why."""
 
     def to_json(self) -> dict[str, Any]:
-        data = {**asdict(self), "regimes": to_json(self.regimes, self.curves)}
+        data = {**asdict(self), "regimes": regimes_json(self.regimes, self.curves)}
         return dict(without_nan(data))
 
 
@@ -117,7 +117,7 @@ class _Comparison:
 
     def _variants(self, middle: Config) -> Iterator[Config]:
         """One sensitive knob moved to the ends and the middle of its ladder."""
-        for name in SENSITIVE:
+        for name in LOAD_SENSITIVE_KNOBS:
             for axis in self.space.axes:
                 if axis.name == name:
                     places = dict.fromkeys((0, len(axis.values) // 2, len(axis.values) - 1))
@@ -141,7 +141,7 @@ class _Comparison:
             schedule = self.load.at_level(level, 0)
             try:
                 with simulator.open(self.optimizer.flags(config)) as server:
-                    run = Run(server.run(schedule), span(schedule))
+                    run = Run(server.run(schedule), load_seconds(schedule))
             except TargetFailed:
                 found.append(None)
                 continue
@@ -169,7 +169,7 @@ class _Comparison:
     def measure(self, configs: Sequence[Config]) -> None:
         """All levels of each config on one server, while the budget lasts; then once more."""
         runs: dict[str, list[list[Run]]] = {}
-        for repeat in range(REPEATS):
+        for repeat in range(RUNS_PER_LEVEL):
             for config in configs:
                 if not self._affords(repeat):
                     return
@@ -184,7 +184,7 @@ class _Comparison:
         if budget is None:
             return repeat == 0
         assert plan is not None, "a study that came to a config had a plan"
-        runs = sum(span(self.load.at_level(level, repeat)) + PAUSE for level in self.levels)
+        runs = sum(load_seconds(self.load.at_level(level, repeat)) + PAUSE_SECONDS for level in self.levels)
         return self.optimizer.clock.spent + plan.start_seconds + runs <= budget
 
     def _run(self, config: Config, repeat: int, so_far: list[list[Run]]) -> None:
@@ -195,9 +195,11 @@ class _Comparison:
                 for level, runs in zip(self.levels, so_far, strict=True):
                     schedule = self.load.at_level(level, repeat)
                     optimizer.observer.budget(optimizer.clock.spent, optimizer.job.budget)
-                    optimizer.observer.step(f"{changes}: {level:.3g} {self.load.unit}", span(schedule))
+                    optimizer.observer.step(
+                        f"{changes}: {level:.3g} {self.load.unit}", load_seconds(schedule)
+                    )
                     records = optimizer.bench.run(server, schedule)
-                    runs.append(Run(records, span(schedule)))
+                    runs.append(Run(records, load_seconds(schedule)))
         except ServerFailed as failure:
             optimizer.observer.note(f"{changes}: {failure}")
 
@@ -221,7 +223,7 @@ class _Comparison:
             found = regimes(self.levels, curves, lower)
         except ValueError:
             return None
-        sentence = advise(self.levels, curves, found, self.load.unit, label(self.metric.name))
+        sentence = advise(self.levels, curves, found, self.load.unit, metric_label(self.metric.name))
         note = ""
         if predicted:
             note = f"predicted by {self.source}, not measured: the budget had no time left for it"
@@ -279,11 +281,11 @@ def _bounds(slo: Slo, baseline: Measurement | None) -> tuple[Bound, ...]:
     return slo.bounds if baseline is None else slo.resolve(baseline.value)
 
 
-def _hours(load: ReplayLoad, found: Sequence[Regime]) -> Iterator[Hour]:
+def _hours(load: ReplayLoad, found: Sequence[Regime]) -> Iterator[TracePart]:
     """The trace in parts of an hour, or shorter ones where it is short; those in which nothing comes are left
     out."""
     duration = load.trace.duration
-    length = max(min(3600.0, duration / 6), duration / HOURS)
+    length = max(min(3600.0, duration / 6), duration / MAX_TRACE_PARTS)
     counts: dict[int, int] = {}
     for row in load.trace.rows:
         place = min(int(row.arrival / length), math.ceil(duration / length) - 1)
@@ -291,4 +293,4 @@ def _hours(load: ReplayLoad, found: Sequence[Regime]) -> Iterator[Hour]:
     for place, count in sorted(counts.items()):
         end = min((place + 1) * length, duration)
         rate = count / (end - place * length)
-        yield Hour(place * length, end, rate, advised(found, rate))
+        yield TracePart(place * length, end, rate, advised(found, rate))

@@ -1,4 +1,4 @@
-"""What a study tells whoever watches it. The base class shows nothing; see ``display``."""
+"""What a study reports while it runs. The base class shows nothing; see ``display``."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ from tuner.study.criteria import Criteria
 from tuner.study.final_trials import FinalTrials
 from tuner.study.first_trials import FirstTrials
 from tuner.study.load_selection import LoadSelection
-from tuner.study.outcome import Outcome, describe_trial, label
+from tuner.study.outcome import Outcome, describe_trial, metric_label
 from tuner.study.trial import Attempt, Bench, ClientKilled, ServerFailed, SetupFailed
 from tuner.workers.coordination import Coordination
 
@@ -292,8 +292,8 @@ class Optimizer:
         launched, own = self._launched(), self.study.baseline
         if own is not None and own.status == "measured" and math.isnan(own.value(self.slo.objective)):
             return (
-                f"this load has no {label(self.slo.objective.name)}, such as gaps between tokens where every "
-                "answer is one token. Give another --slo or --workload"
+                f"this load has no {metric_label(self.slo.objective.name)}, such as gaps between tokens "
+                "where every answer is one token. Give another --slo or --workload"
             )
         if len(launched) >= MAX_FAILURES and all(r.status == "failed" for r in launched):
             return f"nothing served in {len(launched)} launches"

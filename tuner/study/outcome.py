@@ -14,7 +14,7 @@ from servers.flags.words import render
 from servers.slo.bounds import STATISTICS, format_value
 from servers.slo.objective import Objective, Slo
 from tuner.runs.result import TrialResult
-from tuner.search.repeats import joined
+from tuner.search.repeats import merge_repeats
 from tuner.space.space import Space, describe_changes
 from tuner.study.confirmation import MIN_GAIN, Confirmation, words
 
@@ -58,7 +58,7 @@ class Outcome:
         return codes[self.kind]
 
 
-def label(metric: str) -> str:
+def metric_label(metric: str) -> str:
     """``itl_p99`` -> ``ITL P99``, ``ttft_p95{class=short}`` -> ``TTFT P95{class=short}``."""
     name, brace, cls = metric.partition("{")
     family, _, statistic = name.rpartition("_")
@@ -74,7 +74,7 @@ def better(best: TrialResult, space: Space, slo: Slo, confirmation: Confirmation
     main = confirmation.change(slo.objective.name)
     rest = ", ".join(_aside(confirmation.change(name)) for name in BESIDE if name != main.figure)
     sentence = (
-        f"{describe_changes(space.changes(best.config))}: {label(main.figure)} {words(main)}, {rest}, "
+        f"{describe_changes(space.changes(best.config))}: {metric_label(main.figure)} {words(main)}, {rest}, "
         f"confirmed on fresh runs ({confirmation.pairs} pairs)"
     )
     return Outcome("better", sentence, ended, best, confirmation)
@@ -82,14 +82,15 @@ def better(best: TrialResult, space: Space, slo: Slo, confirmation: Confirmation
 
 def _aside(change: Estimate) -> str:
     size = f"{100 * (change.ratio - 1):+.0f} %" if change.has_ratio else "n/a"
-    return f"{label(change.figure)} {size}"
+    return f"{metric_label(change.figure)} {size}"
 
 
 def unproven(best: TrialResult, space: Space, slo: Slo, confirmation: Confirmation, ended: str) -> Outcome:
     """What fresh runs showed of the best config, why that is no proof, and what would be one."""
     main = confirmation.change(slo.objective.name)
     sentence = (
-        f"Not proven: {describe_changes(space.changes(best.config))} gave {label(main.figure)} {words(main)} "
+        f"Not proven: {describe_changes(space.changes(best.config))} gave "
+        f"{metric_label(main.figure)} {words(main)} "
         f"on {confirmation.pairs} pairs of fresh runs, but {'; '.join(confirmation.problems)}"
     )
     if advice := what_would_prove(slo, confirmation):
@@ -153,16 +154,20 @@ def without_confirmation(
     results: Sequence[TrialResult], baseline: TrialResult, space: Space, slo: Slo, ended: str
 ) -> Outcome:
     """The outcome where no other config is worth a confirmation."""
-    launched = joined(r for r in results if r.launched)
+    launched = merge_repeats(r for r in results if r.launched)
     if baseline.feasible:
         others = len(launched) - 1
         tried = f"none of {others} other configs measured better within the SLO"
         if others == 1:
             tried = "the other config measured no better within the SLO"
         value = format_value(slo.objective.metric, baseline.value(slo.objective))
-        sentence = f"No improvement found: your config has {label(slo.objective.name)} {value}, and {tried}"
+        sentence = (
+            f"No improvement found: your config has {metric_label(slo.objective.name)} {value}, and {tried}"
+        )
         if len(launched) == 1:
-            sentence = f"Your config was compared with none ({label(slo.objective.name)} {value}): {ended}"
+            sentence = (
+                f"Your config was compared with none ({metric_label(slo.objective.name)} {value}): {ended}"
+            )
         return Outcome("baseline", sentence, ended)
     served = [r for r in launched if r.status != "failed"]
     if not served:
@@ -200,7 +205,8 @@ def as_it_runs(baseline: TrialResult, server: str, slo: Slo, ended: str) -> Outc
 def _miss(result: TrialResult, name: str) -> str:
     if result.measurement is None or name not in result.measurement.readings:
         return name
-    return f"{label(name)} ({format_value(name.partition('{')[0], result.measurement.readings[name].value)})"
+    value = result.measurement.readings[name].value
+    return f"{metric_label(name)} ({format_value(name.partition('{')[0], value)})"
 
 
 def describe_trial(result: TrialResult, objective: Objective) -> str:
@@ -210,7 +216,7 @@ def describe_trial(result: TrialResult, objective: Objective) -> str:
     assert result.measurement is not None, "a trial that served has a measurement"
     figures = [(objective.metric, objective.cls), *((name, None) for name in BESIDE)]
     text = ", ".join(
-        f"{label(metric)} {format_value(metric, result.measurement.value(metric, cls))}"
+        f"{metric_label(metric)} {format_value(metric, result.measurement.value(metric, cls))}"
         for metric, cls in dict.fromkeys(figures)
     )
     if result.status == "stopped":

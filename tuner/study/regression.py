@@ -19,7 +19,7 @@ from servers.slo.bounds import format_value
 from servers.slo.objective import Slo
 from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
 from tuner.study.confirmation import words
-from tuner.study.outcome import ESTIMATE, Outcome, label
+from tuner.study.outcome import ESTIMATE, Outcome, metric_label
 from tuner.workers.storage import StorageError, open_storage, sqlite_file
 
 SHOWN = ("itl_es99", "itl_p99", "ttft_es95", "ttft_p95", "throughput")
@@ -197,9 +197,8 @@ def _stands(outcome: Outcome, slo: Slo) -> str:
     if outcome.confirmation is None:
         return "no other config measured better"
     change = outcome.confirmation.change(slo.objective.name)
-    return (
-        f"the best other config is not proven better on fresh runs ({label(change.figure)} {words(change)})"
-    )
+    size = f"{metric_label(change.figure)} {words(change)}"
+    return f"the best other config is not proven better on fresh runs ({size})"
 
 
 def _missed(slo: Slo, measured: Measurement) -> tuple[str, ...]:
@@ -207,7 +206,7 @@ def _missed(slo: Slo, measured: Measurement) -> tuple[str, ...]:
     for bound in slo.bounds:
         reading = measured.reading(bound.metric, bound.cls)
         if bound.violation(reading.value) > 0:
-            found.append(f"{label(bound.name)} {show(bound.metric, reading)}, the bound is {bound}")
+            found.append(f"{metric_label(bound.name)} {show(bound.metric, reading)}, the bound is {bound}")
     return tuple(found)
 
 

@@ -19,7 +19,7 @@ from servers.kind import ServerKind
 from servers.kinds import VLLM
 from tuner.runs.findings import examine
 from tuner.runs.interrupts import Interrupts
-from tuner.runs.load import Traffic, span
+from tuner.runs.load import Traffic, load_seconds
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import SERVES, Measurement, Status, TrialResult
 from tuner.runs.rungs import reason_to_stop
@@ -33,7 +33,7 @@ BROKEN_SHARE = 0.5
 """A server that fails this share of the requests, or more, is taken for one that does not serve."""
 
 
-PATIENCE_SECONDS, PATIENCE_FACTOR = 60.0, 3.0
+WATCHDOG_SECONDS, WATCHDOG_FACTOR = 60.0, 3.0
 """A load of s seconds may take 60 + 3 s, warm-up and drain included, before its server counts as stuck; a
 load of so many requests may take as long as one is answered every 60."""
 
@@ -72,8 +72,8 @@ class Bench:
 
     def run(self, server: OpenTarget, schedule: Schedule) -> Records:
         """One load. Raises RunFailed, KeyboardInterrupt, and Stuck when it takes far too long."""
-        seconds = span(schedule)
-        limit = PATIENCE_SECONDS + PATIENCE_FACTOR * seconds
+        seconds = load_seconds(schedule)
+        limit = WATCHDOG_SECONDS + WATCHDOG_FACTOR * seconds
         with self.interrupts.load() as stop, Watchdog(limit, stop, renewed=not seconds) as watchdog:
 
             def progress(report: Progress) -> None:
@@ -190,13 +190,13 @@ class Attempt:
 
     def _rung(self, server: OpenTarget, schedule: Schedule, what: str) -> str:
         """Run one rung; returns what is wrong with the server, "" for nothing."""
-        self.bench.observer.step(what, span(schedule))
+        self.bench.observer.step(what, load_seconds(schedule))
         began = self.bench.target.clock()
         records = self.bench.run(server, schedule)
         loaded = max((request.end for request in records.requests), default=0) / 1e9
         self.spent["load"] += loaded
         self.spent["warm-up"] += max(0.0, self.bench.target.clock() - began - loaded)
-        self.runs.append(Run(records, span(schedule)))
+        self.runs.append(Run(records, load_seconds(schedule)))
         path = Path("trials") / f"{self.proposal.number:03d}-{len(self.runs)}.json"
         records.save(self.bench.out / path)
         self.files.append(str(path))

@@ -15,19 +15,19 @@ from tuner.workers.machine import VISIBLE
 
 STORAGE_VARIABLE = "VTUNE_STORAGE"
 """Says the storage in place of --storage: a password in it is then on no command line."""
-GRACE = 60.0
+GRACE_SECONDS = 60.0
 """Seconds that a worker has to stop its server and to give its trial back, unless one hurries it."""
 MAX_RESTARTS = 2
 """Of one worker that is killed or crashes; its trial is retried in any case."""
 _KILLED = 128
-_POLL = 0.2
+_POLL_SECONDS = 0.2
 
 
 class WorkersError(UserError):
     """So many workers cannot be had here. The message says what to do."""
 
 
-def shares(devices: Sequence[str], workers: int) -> list[str | None]:
+def device_shares(devices: Sequence[str], workers: int) -> list[str | None]:
     """CUDA_VISIBLE_DEVICES of each worker: equal, neighbouring parts of ``devices``; None without any.
 
     What an uneven split leaves over stays unused. Raises WorkersError for more workers than devices.
@@ -58,7 +58,9 @@ class LocalWorker:
     _shown: int = 0
 
     def start(self) -> None:
-        self.process = ServerProcess(self.command, log_path=self.log, env=self.environment, grace=GRACE)
+        self.process = ServerProcess(
+            self.command, log_path=self.log, env=self.environment, grace=GRACE_SECONDS
+        )
 
     def poll(self, show: Callable[[str], None], restarts: int = MAX_RESTARTS) -> None:
         """Show what it has said since, and see to its end."""
@@ -114,7 +116,7 @@ class LocalWorkers:
         while any(worker.status is None for worker in self.workers):
             for worker in self.workers:
                 worker.poll(self.show)
-            time.sleep(_POLL)
+            time.sleep(_POLL_SECONDS)
         return [worker.status for worker in self.workers if worker.status is not None]
 
     def _end(self) -> None:

@@ -17,7 +17,7 @@ from loadgen.measure.processor import processor
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _PROBE_SECONDS = 20
 _LOOK_SECONDS = 0.25
-NOTABLE = 0.15
+NOTABLE_SHARE = 0.15
 """Share of the processors' time that is worth a word when others take it."""
 
 
@@ -38,11 +38,11 @@ class Machine:
         return asdict(self)
 
 
-def others() -> str:
+def busy_warning() -> str:
     """A warning where other programs (or the host's other guests) keep this machine busy; "" where not. It
     looks for a quarter of a second, in which vtune itself must do nothing."""
     share = psutil.cpu_percent(_LOOK_SECONDS) / 100
-    if share < NOTABLE:
+    if share < NOTABLE_SHARE:
         return ""
     return (
         f"other programs take {share:.0%} of this machine's processor time: a server that shares it is "

@@ -22,7 +22,7 @@ from tuner.runs.findings import TrialFinding
 from tuner.runs.interrupts import Interrupts
 from tuner.runs.result import Measurement, Reading, TrialResult
 from tuner.space.space import build_space, config_key, render_value
-from tuner.study.cost import cost
+from tuner.study.cost import time_spent
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
 from tuner.study.trial import Bench
@@ -208,14 +208,15 @@ def test_cost_by_purpose() -> None:
         1, {}, "o", "measured", seconds={"start": 4.0, "load": 20.0, "warm-up": 1.0, "total": 26.0}
     )
     items = {
-        item.purpose: item for item in cost([result, result], {"confirmation": 30.0, "choosing": 2.0}, 90.0)
+        item.purpose: item
+        for item in time_spent([result, result], {"confirmation": 30.0, "choosing": 2.0}, 90.0)
     }
     assert items["measuring trials"].seconds == 40.0
     assert items["confirming on fresh runs"].share == pytest.approx(30 / 90)
     assert next(reversed(items.values())).seconds == pytest.approx(90 - 8 - 40 - 2 - 30 - 2)
-    crowd = cost([result] * 10, {}, 100.0)
+    crowd = time_spent([result] * 10, {}, 100.0)
     assert sum(item.seconds for item in crowd) == 250.0, "several workers: more than the whole"
-    assert cost([], {}, 0.0) == []
+    assert time_spent([], {}, 0.0) == []
 
 
 def test_what_was_not_tried_and_why(facts: Any) -> None:

@@ -4,20 +4,20 @@ from typing import Any
 import pytest
 
 from loadgen.plan.workload import preset, schedule_hash
-from tuner.runs.load import DECK, Load, capacity_schedule, lone_schedule, span
+from tuner.runs.load import DECK_REQUESTS, GeneratedLoad, capacity_schedule, load_seconds, lone_schedule
 
 MIXED = preset("mixed", max_model_len=8192)
 
 
-def load(**kwargs: Any) -> Load:
-    return Load(MIXED, seed=3, seconds=20.0, **kwargs)
+def load(**kwargs: Any) -> GeneratedLoad:
+    return GeneratedLoad(MIXED, seed=3, seconds=20.0, **kwargs)
 
 
 def test_an_open_run_is_whole_decks_of_requests() -> None:
     slow = load(rate=0.5)
     short, rest = slow.rungs()
-    assert len(short.requests) + len(rest.requests) == DECK
-    assert slow.run_seconds == DECK / 0.5
+    assert len(short.requests) + len(rest.requests) == DECK_REQUESTS
+    assert slow.run_seconds == DECK_REQUESTS / 0.5
     classes = Counter(r.cls for r in (*short.requests, *rest.requests))
     assert classes == {"short": 16, "rag": 3, "background": 1}
     assert len(load(rate=5.0).confirmation(1).requests) == 100
@@ -28,7 +28,7 @@ def test_the_rungs_are_one_schedule_cut_in_two() -> None:
     assert rest.requests[0].intended == 0.0
     assert rest.warmup == ()
     assert short.warmup
-    assert span(short) < span(rest)
+    assert load_seconds(short) < load_seconds(rest)
     assert rest.requests[0].index == short.requests[-1].index + 1
     for part in (short, rest):
         assert part.sha256 == schedule_hash(part.requests, part.mode, part.concurrency, part.duration)
@@ -43,14 +43,14 @@ def test_trials_share_their_requests_and_confirmations_have_others() -> None:
 
 
 def test_another_seed_is_another_load() -> None:
-    other = Load(MIXED, seed=4, seconds=20.0, rate=2.0)
+    other = GeneratedLoad(MIXED, seed=4, seconds=20.0, rate=2.0)
     assert not {s.sha256 for s in other.rungs()} & {s.sha256 for s in load(rate=2.0).rungs()}
 
 
 def test_a_closed_loop_runs_for_its_time() -> None:
     short, rest = load(concurrency=4).rungs()
     assert (short.mode, short.concurrency) == ("closed", 4)
-    assert span(short) + span(rest) == pytest.approx(20.0)
+    assert load_seconds(short) + load_seconds(rest) == pytest.approx(20.0)
     assert "closed loop" in load(concurrency=4).description
 
 

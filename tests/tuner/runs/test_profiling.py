@@ -9,7 +9,7 @@ from analytic_target import AnalyticServer, AnalyticTarget
 from loadgen.plan.workload import preset
 from servers.slo.objective import PRESETS
 from tuner.job.job import Job
-from tuner.runs.profiling import FIRST_BURST, Profile, find_capacity, fitting_scale, time_alone
+from tuner.runs.profiling import FIRST_LOOP_REQUESTS, Profile, find_capacity, fitting_scale, time_alone
 from tuner.study.load_selection import LoadSelection
 from tuner.study.observer import Observer
 
@@ -28,8 +28,8 @@ def run(opened: Any, schedule: Any) -> Any:
 
 def test_loops_grow_until_one_is_long_enough() -> None:
     found = find_capacity(server(), MIXED, 0, seconds=45.0, run=run, max_seqs=64)
-    assert [count for count, _, _ in found] == [FIRST_BURST, 2 * FIRST_BURST]
-    assert [concurrency for _, concurrency, _ in found] == [FIRST_BURST, 64]
+    assert [count for count, _, _ in found] == [FIRST_LOOP_REQUESTS, 2 * FIRST_LOOP_REQUESTS]
+    assert [concurrency for _, concurrency, _ in found] == [FIRST_LOOP_REQUESTS, 64]
     assert all(rate == pytest.approx(2.0, rel=0.5) for _, _, rate in found), "it serves a request every 0.5 s"
 
 

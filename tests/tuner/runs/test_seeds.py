@@ -6,7 +6,7 @@ import pytest
 
 from loadgen.plan.traces import Trace, TraceRow
 from loadgen.plan.workload import Schedule, preset
-from tuner.runs.load import Load, capacity_schedule, lone_schedule
+from tuner.runs.load import GeneratedLoad, capacity_schedule, lone_schedule
 from tuner.runs.replay import ReplayLoad
 from tuner.runs.seeds import Seeds
 
@@ -24,12 +24,12 @@ def replayed() -> ReplayLoad:
 
 @pytest.mark.parametrize(("request_set", "first"), [(0, 30_000), (1, 35_002), (2, 35_004)])
 def test_a_closed_loop_is_drawn_in_two_parts(request_set: int, first: int) -> None:
-    assert seeds_of(Load(MIXED, 3, 20.0, concurrency=2).rungs(request_set)) == [first, first + 1]
+    assert seeds_of(GeneratedLoad(MIXED, 3, 20.0, concurrency=2).rungs(request_set)) == [first, first + 1]
 
 
 @pytest.mark.parametrize(("request_set", "first"), [(0, 30_000), (1, 35_002), (2, 35_004)])
 def test_an_open_loop_is_drawn_whole_and_cut(request_set: int, first: int) -> None:
-    assert seeds_of(Load(MIXED, 3, 20.0, rate=2.0).rungs(request_set)) == [first, first]
+    assert seeds_of(GeneratedLoad(MIXED, 3, 20.0, rate=2.0).rungs(request_set)) == [first, first]
 
 
 @pytest.mark.parametrize(("request_set", "first"), [(0, 30_000), (1, 35_001), (2, 35_002)])
@@ -37,7 +37,9 @@ def test_a_window_of_a_trace_is_drawn_whole_and_cut(request_set: int, first: int
     assert seeds_of(replayed().rungs(request_set)) == [first, first]
 
 
-@pytest.mark.parametrize("load", [Load(MIXED, 3, 20.0, rate=2.0), replayed()], ids=["made", "recorded"])
+@pytest.mark.parametrize(
+    "load", [GeneratedLoad(MIXED, 3, 20.0, rate=2.0), replayed()], ids=["made", "recorded"]
+)
 def test_confirmations_and_other_levels(load: Any) -> None:
     assert load.confirmation_seeds(3) == [31_000, 31_001, 31_002]
     assert load.confirmation(31_002).seed == 31_002

@@ -28,7 +28,7 @@ from tuner.command import run
 from tuner.job.job import Job
 from tuner.job.options import Options, Place
 from tuner.runs.interrupts import Interrupts
-from tuner.runs.load import Load, span
+from tuner.runs.load import GeneratedLoad, load_seconds
 from tuner.runs.measure import Run, measure
 from tuner.runs.profiling import Profile, time_alone
 from tuner.runs.result import Measurement, Reading, TrialResult
@@ -47,7 +47,7 @@ CLASSES = (
     RequestClass("chat", 3, Length(300, 0.5), Length(40, 0.5)),
     RequestClass("rag", 1, Length(1600), Length(60)),
 )
-LOAD = Load(Workload("made up", CLASSES), seed=0, seconds=8.0, rate=5.0)
+LOAD = GeneratedLoad(Workload("made up", CLASSES), seed=0, seconds=8.0, rate=5.0)
 
 
 def simulated(folder: Path) -> SimulatedTarget:
@@ -59,7 +59,7 @@ def simulated(folder: Path) -> SimulatedTarget:
 
 def measured(target: Target, flags: Mapping[str, Any]) -> Measurement:
     with target.open(flags) as server:
-        return measure([Run(server.run(schedule), span(schedule)) for schedule in LOAD.rungs()], SLO)
+        return measure([Run(server.run(schedule), load_seconds(schedule)) for schedule in LOAD.rungs()], SLO)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def test_a_models_config_says_what_is_in_proportion(
     assert shape.pair == pytest.approx(3.76e-5, rel=0.01)
     assert shape.context == pytest.approx(8.73e-6, rel=0.01)
     (tmp_path / "config.json").write_text("{}")
-    assert shape_of(str(tmp_path)) is None, "of an architecture that nobody knows"
+    assert shape_of(str(tmp_path)) is None, "of an unknown architecture"
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file: None)
     assert shape_of("org/model") is None, "and nothing is fetched"
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file: truth._model_name)

@@ -6,7 +6,14 @@ import pytest
 from analytic_study import SLO, drive, make
 
 from tuner.runs.findings import TrialFinding
-from tuner.search.from_doctor import MOST, FindingsError, Hints, of_trial, prescribed, read_findings
+from tuner.search.from_doctor import (
+    MAX_PRESCRIPTIONS,
+    FindingsError,
+    Hints,
+    of_trial,
+    prescribed,
+    read_findings,
+)
 from tuner.search.model import ModelStrategy
 from tuner.space.space import build_space, effective
 
@@ -66,7 +73,7 @@ def test_what_the_space_does_not_search_or_a_rule_refuses_is_not_tried() -> None
     ]
     assert list(prescribed(items, SPACE)) == [({"max_num_seqs": 500}, "doctor: c")], "d is the same rung as c"
     many = [{"id": str(n), "set": {"max_num_seqs": n}} for n in (16, 32, 64, 96, 128)]
-    assert len(list(prescribed(many, SPACE))) == MOST
+    assert len(list(prescribed(many, SPACE))) == MAX_PRESCRIPTIONS
 
 
 def hints(*changes: Any, until: int = 8) -> Hints:

@@ -25,7 +25,7 @@ def error(mean: Any) -> float:
 def test_the_gradient_of_the_hyperparameters_is_exact() -> None:
     x, y = SEEN[:12], truth(SEEN[:12])
     squares = (x[:, None, :] - x[None, :, :]) ** 2
-    fixed = np.full((12, 12), gp.LEVEL**2) + 1e-6 * np.eye(12)
+    fixed = np.full((12, 12), gp.CONSTANT_SD**2) + 1e-6 * np.eye(12)
     centre, width = np.array([-0.2] * 4 + [0.0, -3.0]), np.ones(6)
     args = (squares, y, fixed, centre, width)
     for theta in (centre, centre + 0.3, centre - 0.2 * np.arange(6)):

@@ -1,4 +1,4 @@
-"""Which configs a search need not try, for the trials saw nobody reach what they change."""
+"""Which configs a search need not try, for no trial reached what they change."""
 
 from dataclasses import replace
 from typing import Any

@@ -37,7 +37,7 @@ def test_where_every_place_is_taken_more_places_come_first() -> None:
     assert "every place" in why
     assert "every place" not in starts("ttft", running=63)[0][1]
     assert "every place" in starts("throughput", running=64, offered=65)[0][1]
-    assert "every place" not in starts("throughput", running=64, offered=64)[0][1], "nobody waits"
+    assert "every place" not in starts("throughput", running=64, offered=64)[0][1], "no request waits"
 
 
 def test_a_budget_is_never_smaller_than_the_places() -> None:

@@ -8,8 +8,8 @@ from analytic_study import BOUNDS, SLO, drive, make, result
 from analytic_target import measure
 
 from tuner.runs.result import BASELINE, Measurement, Reading, TrialResult
-from tuner.search.model import IN_A_ROW, PROMISE, ModelStrategy
-from tuner.search.strategy import GAIN, History
+from tuner.search.model import STOP_LOG_GAIN, STOP_PROPOSALS, ModelStrategy
+from tuner.search.strategy import EXPECTED_GAIN, History
 from tuner.space.space import build_space, config_key, effective
 
 DEFAULTS = effective({}, "bundled")
@@ -46,7 +46,7 @@ def test_a_search_in_which_only_idle_changes_are_left_says_so() -> None:
 def after(*gains: Any) -> History:
     """A history whose proposals promised these gains; None: not one of the model's."""
     told = [
-        TrialResult(k, DEFAULTS, "test", "stopped", expected={} if gain is None else {GAIN: gain})
+        TrialResult(k, DEFAULTS, "test", "stopped", expected={} if gain is None else {EXPECTED_GAIN: gain})
         for k, gain in enumerate(gains)
     ]
     return History(SPACE, SLO.objective, tuple(told))
@@ -55,11 +55,11 @@ def after(*gains: Any) -> History:
 @pytest.mark.parametrize(
     ("gains", "now", "over"),
     [
-        ([], PROMISE / 2, False),
-        ([PROMISE / 2] * (IN_A_ROW - 1), PROMISE / 2, True),
-        ([PROMISE / 2] * (IN_A_ROW - 1), PROMISE * 2, False),
-        ([PROMISE / 2, PROMISE * 2], PROMISE / 2, False),
-        ([PROMISE / 2, None, PROMISE / 2, None], PROMISE / 2, True),
+        ([], STOP_LOG_GAIN / 2, False),
+        ([STOP_LOG_GAIN / 2] * (STOP_PROPOSALS - 1), STOP_LOG_GAIN / 2, True),
+        ([STOP_LOG_GAIN / 2] * (STOP_PROPOSALS - 1), STOP_LOG_GAIN * 2, False),
+        ([STOP_LOG_GAIN / 2, STOP_LOG_GAIN * 2], STOP_LOG_GAIN / 2, False),
+        ([STOP_LOG_GAIN / 2, None, STOP_LOG_GAIN / 2, None], STOP_LOG_GAIN / 2, True),
     ],
 )
 def test_one_proposal_that_promises_little_is_not_the_end(gains: Any, now: Any, over: bool) -> None:
@@ -75,7 +75,7 @@ def test_it_does_not_end_while_nothing_holds_the_slo() -> None:
         told = result(proposal)
         missed = {**told.violations, "throughput": 0.5}
         study.tell(proposal, TrialResult(**{**vars(told), "violations": missed}))
-    assert all(GAIN not in r.expected for r in study.results)
+    assert all(EXPECTED_GAIN not in r.expected for r in study.results)
 
 
 BUDGETS = (1200, 1400, 1600, 1800, 2048)

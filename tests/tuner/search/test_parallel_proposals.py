@@ -71,4 +71,4 @@ def test_a_step_of_the_staircase_that_another_worker_is_on_is_left_to_it() -> No
     for proposal in (first, second):
         assert proposal.origin.startswith("staircase")
     assert first.config != second.config
-    assert not [r for r in study.results if r.status == "interrupted"], "nobody asked for it in vain"
+    assert not [r for r in study.results if r.status == "interrupted"], "no worker asked for it in vain"

@@ -13,7 +13,7 @@ from analytic_target import AnalyticTarget, stall
 from servers.slo.objective import Objective
 from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResult
 from tuner.search.model import ModelStrategy
-from tuner.search.repeats import joined
+from tuner.search.repeats import merge_repeats
 from tuner.search.strategy import History, TpeStrategy, by_measurement
 from tuner.search.surrogates import Surrogates
 from tuner.space.space import build_space, config_key, effective
@@ -68,14 +68,14 @@ def history(*results: TrialResult) -> History:
 
 def test_without_repeats_results_are_what_they_were() -> None:
     results = (told(0, 2048, 0.3), told(1, 512, 0.2))
-    assert joined(results) == results
+    assert merge_repeats(results) == results
 
 
 def test_a_repeat_counts_as_if_it_had_the_draw_that_all_share() -> None:
     """The second draw is harder by half: the baseline says so."""
     own, first = told(0, 2048, 0.30), told(1, 512, 0.20, violation=0.1)
     again, second = told(2, 2048, 0.45, request_set=1), told(3, 512, 0.27, request_set=1, violation=-0.2)
-    _, config = joined((own, first, again, second))
+    _, config = merge_repeats((own, first, again, second))
     assert config.number == 1
     assert config.value(SLO.objective) == pytest.approx((0.20 * 0.27 / 1.5) ** 0.5)
     assert config.reading(SLO.objective).n == 200
@@ -86,13 +86,13 @@ def test_a_repeat_counts_as_if_it_had_the_draw_that_all_share() -> None:
 
 def test_a_repeat_whose_baseline_has_no_repeat_does_not_count() -> None:
     own, first = told(0, 2048, 0.3), told(1, 512, 0.2)
-    assert joined((own, first, told(2, 512, 0.25, request_set=1))) == (own, first)
+    assert merge_repeats((own, first, told(2, 512, 0.25, request_set=1))) == (own, first)
 
 
 def test_two_measurements_together_have_the_smaller_interval() -> None:
     own = told(0, 2048, 0.3), told(3, 2048, 0.3, request_set=1)
     results = *own, told(1, 512, 0.2, spread=0.3), told(2, 512, 0.2, spread=0.3, request_set=1)
-    reading = joined(results)[1].reading(SLO.objective)
+    reading = merge_repeats(results)[1].reading(SLO.objective)
     assert 0.2 * 1.3 > reading.high > 0.2 * 1.15
     assert 0.2 * 0.7 < reading.low < 0.2 * 0.85
 
@@ -105,7 +105,7 @@ def test_two_measurements_without_an_interval_have_none_together(ends: Any) -> N
     for each in results:
         rate = Reading(tokens[each.config["max_num_batched_tokens"]], 100, *ends)
         overwrite(each, "throughput", rate)
-    own, best = joined(results)
+    own, best = merge_repeats(results)
     reading = best.measurement.reading("throughput")
     assert (str(reading.low), str(reading.high)) == tuple(map(str, ends))
     if math.isnan(ends[0]):
@@ -128,14 +128,16 @@ def test_of_what_has_no_mean_the_worse_counts(name: str, values: Any, together: 
         runs.append(told(2 + request_set, 512, 0.2, request_set=request_set))
         overwrite(runs[-1], name, Reading(value, 100))
         overwrite(runs[request_set], name, Reading(1.0, 100))
-    assert joined(runs)[1].measurement.value(name) == pytest.approx(together)
+    assert merge_repeats(runs)[1].measurement.value(name) == pytest.approx(together)
 
 
 def test_a_count_that_one_of_the_runs_misses_is_missed() -> None:
     first, second = told(1, 512, 0.2), told(2, 512, 0.2, request_set=1)
     second = replace(second, violations={**second.violations, "failed": 3.0})
     assert (
-        joined((told(0, 2048, 0.3), first, told(3, 2048, 0.3, request_set=1), second))[1].violations["failed"]
+        merge_repeats((told(0, 2048, 0.3), first, told(3, 2048, 0.3, request_set=1), second))[1].violations[
+            "failed"
+        ]
         == 3.0
     )
 
@@ -144,7 +146,7 @@ def test_a_bound_that_a_repeats_baseline_could_not_set_counts_where_it_was_set()
     second = told(2, 512, 0.2, request_set=1)
     second = replace(second, violations={SERVES: 0.0, "failed": 0.0})
     own = told(0, 2048, 0.3), told(3, 2048, 0.3, request_set=1)
-    joint = joined((*own, told(1, 512, 0.2, violation=-0.1), second))[1]
+    joint = merge_repeats((*own, told(1, 512, 0.2, violation=-0.1), second))[1]
     assert joint.violations["ttft_es95"] == -0.1
 
 
@@ -156,13 +158,13 @@ def test_an_interrupted_trial_does_not_stand_for_what_its_config_measured(
     own = [told(k, 2048, 0.3, request_set=k) for k in range(2)]
     interrupted = TrialResult(2, told(2, 512, 0.2).config, "test", "interrupted", "KeyboardInterrupt")
     again = [told(3 + request_set, 512, 0.2, request_set=request_set) for request_set in request_sets]
-    config = joined([*own, interrupted, *again])[1]
+    config = merge_repeats([*own, interrupted, *again])[1]
     assert (config.number, config.status, config.value(SLO.objective)) == (3, "measured", pytest.approx(0.2))
 
 
 def test_what_failed_or_was_stopped_is_not_joined_with_a_measurement() -> None:
     stopped = told(2, 512, 0.9, request_set=1, status="stopped")
-    assert joined((told(0, 2048, 0.3), told(1, 512, 0.2), stopped))[1].value(SLO.objective) == 0.2
+    assert merge_repeats((told(0, 2048, 0.3), told(1, 512, 0.2), stopped))[1].value(SLO.objective) == 0.2
 
 
 @pytest.mark.parametrize(
@@ -303,7 +305,7 @@ def repeats_of(study: Any) -> tuple[Any, Any]:
 
 
 def measured(proposal: Any, ttft: float, violation: float) -> Any:
-    """Of a repeat, as a worker tells it: whoever measures it holds it against absolute bounds alone."""
+    """Of a repeat, as a worker tells it: the worker holds it against absolute bounds alone."""
     found = result(proposal)
     readings = {**found.measurement.readings, "ttft_es95": Reading(ttft, 100)}
     violations = {SERVES: 0.0, "failed": violation}

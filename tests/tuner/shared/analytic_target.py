@@ -11,7 +11,7 @@ from loadgen.measure.record import ClientStats, Failure, Records, RequestRecord
 from loadgen.plan.workload import PlannedRequest, Schedule
 from loadgen.target import OpenTarget, RunFailed, StartFailed, Target
 from tuner.runs.result import Measurement, Reading
-from tuner.runs.scrape import ENOUGH
+from tuner.runs.scrape import MIN_SCRAPES
 
 DEFAULTS = {"max_num_batched_tokens": 2048, "max_num_seqs": 128, "long_prefill_token_threshold": 0}
 CLOSED_GAP = 0.5
@@ -97,7 +97,7 @@ class AnalyticServer(OpenTarget):
             seed=schedule.seed,
             steady=False,
             verdict="ok",
-            scrapes=tuple((1000 * second, self.scrape()) for second in range(ENOUGH)),
+            scrapes=tuple((1000 * second, self.scrape()) for second in range(MIN_SCRAPES)),
         )
 
     def _served(self, request: PlannedRequest, begin: float, factor: float) -> RequestRecord:

@@ -32,7 +32,7 @@ from tuner.workers.machine import Machine
 from tuner.workers.storage import Heartbeat, RetryPolicy, open_storage, open_study
 
 HEARTBEAT = Heartbeat(interval=0.1, grace=600.0)
-"""However slowly a machine's tests run, nobody is taken for dead but by :meth:`Coordination.bury`."""
+"""However slowly a machine's tests run, no worker is taken for dead but by :meth:`WorkerProcesses.bury`."""
 JOB = Job(rate=1.0, budget=None, trials=4, run_seconds=20.0, pairs=4, strategy="random", prior="none")
 optuna.storages.RDBStorage("sqlite://").engine.dispose()  # sets up what every fork then has
 FORK = multiprocessing.get_context("fork")

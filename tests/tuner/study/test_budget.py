@@ -6,8 +6,8 @@ import pytest
 from tuner.job.job import UsageError
 from tuner.study.budget import (
     MAX_PAIRS,
+    MAX_RESERVED_PAIRS,
     MIN_PAIRS,
-    MOST_PAIRS,
     Clock,
     Plan,
     choose_pairs,
@@ -76,8 +76,8 @@ def test_the_plan_says_what_it_rests_on() -> None:
 def test_pairs_follow_the_budget_within_limits() -> None:
     assert choose_pairs(60.0, 5.0, 25.0) == MIN_PAIRS
     assert choose_pairs(570.0, 5.0, 25.0) == 5
-    assert choose_pairs(1e5, 5.0, 25.0) == MAX_PAIRS
-    assert choose_pairs(None, 5.0, 25.0) == MAX_PAIRS
+    assert choose_pairs(1e5, 5.0, 25.0) == MAX_RESERVED_PAIRS
+    assert choose_pairs(None, 5.0, 25.0) == MAX_RESERVED_PAIRS
     assert choose_pairs(1000.0, 40.0, 25.0) == 7
     assert choose_pairs(1000.0, 40.0, 25.0, exclusive=True) == 4
 
@@ -87,7 +87,7 @@ def test_time_that_is_left_is_for_more_pairs_of_one_candidate_or_of_two() -> Non
     assert plan().pairs_within(600.0 - left) == 6
     assert plan().pairs_within(600.0 - 2 * left, candidates=2) == 6
     assert plan(loads_seconds=54.0).pairs_within(600.0 - left) == 5
-    assert plan(budget_seconds=1e5).pairs_within(0.0) == MOST_PAIRS
+    assert plan(budget_seconds=1e5).pairs_within(0.0) == MAX_PAIRS
     assert plan().pairs_within(700.0) == 0
 
 

@@ -11,11 +11,20 @@ from loadgen.measure.stats import Summary
 from loadgen.plan.workload import Length, RequestClass, Workload, preset
 from servers.slo.bounds import Bound, name_of
 from servers.slo.objective import PRESETS, Slo, parse_slo
-from tuner.runs.load import Load, span
+from tuner.runs.load import GeneratedLoad, load_seconds
 from tuner.runs.result import Measurement, Reading
-from tuner.study.confirmation import GUARD, assess, compared, confidence_of, holds, judge, looks, words
+from tuner.study.confirmation import (
+    GUARD_SHARE,
+    assess,
+    assess_pooled,
+    compared,
+    confidence_of,
+    holds,
+    looks,
+    words,
+)
 
-LOAD = Load(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)
+LOAD = GeneratedLoad(preset("mixed", max_model_len=8192), seed=0, seconds=60.0, rate=1.0)
 BASELINE, BEST = {"max_num_batched_tokens": 2048}, {"max_num_batched_tokens": 512}
 
 
@@ -30,7 +39,7 @@ def confirm(
 ) -> Any:
     seeds = load.confirmation_seeds(pairs)
     comparison = compare(AnalyticTarget(**target), a, b, load.confirmation, seeds=seeds, metrics=[])
-    seconds = {seed: span(load.confirmation(seed)) for seed in seeds}
+    seconds = {seed: load_seconds(load.confirmation(seed)) for seed in seeds}
     return assess(comparison, slo, seconds, 7, baseline_feasible)
 
 
@@ -106,7 +115,7 @@ def test_a_backlog_that_the_loads_leave_the_baseline_too_is_not_the_candidates(
     values = {name_of(metric, cls): ([1.0] * 4, [1.0] * 4) for metric, cls in compared(PRESETS["itl"])}
     values["itl_es99"] = ([1.0, 1.01] * 2, [0.25, 0.26] * 2)
     sides = measured(known.baseline, before), measured(known.candidate, after)
-    judged = judge(values, *sides, PRESETS["itl"], 7, feasible)
+    judged = assess_pooled(values, *sides, PRESETS["itl"], 7, feasible)
     assert any(problem.startswith("backlog is") for problem in judged.problems) == missed
     assert any("backlog with both" in note for note in judged.notes) == (not missed)
 
@@ -189,7 +198,7 @@ def test_a_bound_is_held_so_far_towards_the_worse_end(
     interval: tuple[float, float], near: bool, all_of_it: bool
 ) -> None:
     bound = Bound("ttft_es95", "<=", 1.2)
-    assert holds(bound, 1.0, *interval, GUARD) == near
+    assert holds(bound, 1.0, *interval, GUARD_SHARE) == near
     assert holds(bound, 1.0, *interval, 1.0) == all_of_it
     low, high = (1 / end if end else math.inf for end in reversed(interval))
-    assert holds(Bound("throughput", ">=", 1 / 1.2), 1.0, low, high, GUARD) == near
+    assert holds(Bound("throughput", ">=", 1 / 1.2), 1.0, low, high, GUARD_SHARE) == near

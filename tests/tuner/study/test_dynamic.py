@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tuner.runs.result import Reading
-from tuner.study.dynamic import Curve, advise, advised, crossing, regimes, to_json
+from tuner.study.dynamic import Curve, advise, advised, crossing, regimes, regimes_json
 
 LOADS = (1.0, 4.0, 16.0)
 SPECULATION: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
@@ -154,7 +154,7 @@ def test_three_regimes_have_two_crossings() -> None:
     found = regimes(loads, curves)
     assert [regime.best for regime in found] == [0, 1, 2]
     assert [regime.end for regime in found] == [pytest.approx(8**0.5), pytest.approx(128**0.5), math.inf]
-    rows = to_json(found, curves)
+    rows = regimes_json(found, curves)
     assert [row["to"] for row in rows][-1] is None
     assert [row["flags"] for row in rows] == [{"a": 1}, {"a": 2}, {"a": 3}]
     assert ", then up to" in advise(loads, curves, found, "req/s", "ITL ES99")

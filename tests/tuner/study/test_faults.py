@@ -37,12 +37,12 @@ from servers.files import write_atomically
 from servers.slo.objective import parse_slo
 from tuner.job.job import Job
 from tuner.runs.interrupts import Interrupts
-from tuner.runs.load import Load
+from tuner.runs.load import GeneratedLoad
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
 from tuner.study.trial import Bench, ClientKilled, Criteria, SetupFailed
 from tuner.workers.coordination import HeartbeatThread
-from tuner.workers.local_workers import LocalWorker, LocalWorkers, WorkersError, shares
+from tuner.workers.local_workers import LocalWorker, LocalWorkers, WorkersError, device_shares
 from tuner.workers.storage import open_study
 
 ROOT = Path(__file__).parents[3]
@@ -98,7 +98,7 @@ def real_trial(tmp_path: Path) -> Iterator[Any]:
         bench = Bench(target, notebook or Notebook(), Interrupts(), tmp_path)
         proposal: Any = SimpleNamespace(number=0, request_set=0, config={"max_num_seqs": 8}, origin="test")
         optimizer = SimpleNamespace(job=Job(workload="random", rate=20.0, run_seconds=2.0), profile=None)
-        load = Load(_workload(), 0, 2.0, optimizer.job.rate, None)
+        load = GeneratedLoad(_workload(), 0, 2.0, optimizer.job.rate, None)
         bounds = SLO.resolve(lambda metric, cls: float("nan"))
         return bench.trial(proposal, {}, lambda server: load, Criteria(SLO, bounds))
 
@@ -129,8 +129,8 @@ def test_a_server_that_says_it_is_healthy_and_then_hangs(real_trial: Any) -> Non
 def test_a_server_that_hangs_in_the_middle_of_a_load(
     real_trial: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tuner.study.trial.PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr("tuner.study.trial.PATIENCE_FACTOR", 1.0)
+    monkeypatch.setattr("tuner.study.trial.WATCHDOG_SECONDS", 0.2)
+    monkeypatch.setattr("tuner.study.trial.WATCHDOG_FACTOR", 1.0)
     result = real_trial("--fault", "hang-mid-run:6")
     assert result.status == "failed"
     assert "hangs: a load of" in result.reason
@@ -398,9 +398,9 @@ def test_leaving_ends_every_worker(tmp_path: Path) -> None:
 def test_each_worker_has_its_share_of_the_gpus(
     devices: Any, workers: int, given: list[None] | list[str]
 ) -> None:
-    assert shares(devices, workers) == given
+    assert device_shares(devices, workers) == given
 
 
 def test_more_workers_than_gpus_are_refused() -> None:
     with pytest.raises(WorkersError, match=r"--workers 3: 2 GPU\(s\) are visible \(0,1\)"):
-        shares(["0", "1"], 3)
+        device_shares(["0", "1"], 3)

@@ -18,7 +18,7 @@ from tuner.runs.interrupts import Interrupts
 from tuner.space.space import config_key
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
-from tuner.study.trial import PATIENCE_FACTOR, PATIENCE_SECONDS, Bench
+from tuner.study.trial import WATCHDOG_FACTOR, WATCHDOG_SECONDS, Bench
 from tuner.workers.storage import open_study
 
 HANGS = 4
@@ -52,7 +52,7 @@ class ClockedServer(AnalyticServer):
     def run(self, schedule: Any, progress: Any = None, stop: Any = None, **limits: float | None) -> Records:
         seconds = schedule.duration or max(r.intended for r in schedule.requests)
         if self.hangs:
-            self.clocked.seconds += PATIENCE_SECONDS + PATIENCE_FACTOR * seconds
+            self.clocked.seconds += WATCHDOG_SECONDS + WATCHDOG_FACTOR * seconds
             raise RunFailed("hangs", "a load had not ended")
         self.clocked.seconds += seconds * (1 + schedule.seed % 4 / 10)
         return super().run(schedule, progress, stop)

@@ -25,7 +25,7 @@ from tuner.job.job import Job
 from tuner.report.facts import report_facts
 from tuner.report.report import write_report
 from tuner.runs.interrupts import Interrupts
-from tuner.runs.load import span
+from tuner.runs.load import load_seconds
 from tuner.study.loads import compare_loads
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
@@ -52,7 +52,7 @@ class Server(AnalyticServer):
     def run(
         self, schedule: Schedule, progress: Any = None, stop: Any = None, **limits: float | None
     ) -> Records:
-        rate = schedule.concurrency or len(schedule.requests) / span(schedule)
+        rate = schedule.concurrency or len(schedule.requests) / load_seconds(schedule)
         factor = (rate / CROSSING) ** 0.5 if self.config.get("speculative_config") else 1.0
         self.target.itl_factor = lambda config, seed: factor
         return super().run(schedule, progress, stop)
