@@ -12,6 +12,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from pages import ROOT
 from reference_tables import TABLES, Table
 
 from doctor.diagnosis import experiment, playbook
+from servers.kind import ServerKind
 
 FOLDER = ROOT / "docs" / "contributing"
 PAGES = sorted(FOLDER.glob("*.md"))
@@ -77,6 +79,7 @@ class Copy:
                 "PYTHONPATH": str(self.place),
                 "PYTHONDONTWRITEBYTECODE": "1",
                 "COLUMNS": "80",
+                "VTUNE_NATIVE": "0",  # a fresh machine would compile the C++ kernels first
                 "PYTEST_ADDOPTS": "-p no:cacheprovider",
             },
             capture_output=True,
@@ -114,6 +117,12 @@ def test_every_page_is_listed() -> None:
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
 def test_tables_are_those_of_the_code(table: Table) -> None:
     assert table.split()[1] == table.text(), "run: .venv/bin/python tests/shared/reference_tables.py"
+
+
+def test_the_fields_of_a_server_kind_exist() -> None:
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", (FOLDER / "server-kind.md").read_text(), re.M)
+    assert rows
+    assert set(re.findall(r"\w+", " ".join(rows))) <= {field.name for field in fields(ServerKind)}
 
 
 @pytest.mark.parametrize(
