@@ -53,7 +53,7 @@ def explain(
         ),
     ],
     format: Annotated[
-        ExplainFormat, typer.Option(help="A table for people, or one JSON object a step.")
+        ExplainFormat, typer.Option(help="A table for people, or one JSON object per step.")
     ] = ExplainFormat.table,
 ) -> None:
     """Run the scheduler on the requests and print its steps. See EXPLAIN_HELP. Raises ExplainError."""

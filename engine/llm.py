@@ -44,7 +44,7 @@ class Completion:
 
 @dataclass
 class _OfflineSequence:
-    """A request on its way, and the text made of it so far."""
+    """An unfinished request, and its text so far."""
 
     request: Request
     stream: TextStream

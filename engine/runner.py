@@ -1,4 +1,4 @@
-"""The model behind the seam: executes a step's plan with one forward for prefill and decode together."""
+"""Runs a step's plan on the model, with one forward for prefill and decode together."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from engine.spec.proposer import TargetStep
 from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, ScheduledRequest, StepPlan, StepResult, TokenLogprobs
 
 INPUT_BYTES_PER_TOKEN = 64
-"""Of a token's id, position and slot, in the widths that the kernels want them in."""
+"""Bytes of a token's id, position and slot, in the widths that the kernels take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class _Inputs(NamedTuple):
     token_ids: torch.Tensor
     batch: Batch
     tables: list[list[int]]
-    """Of the plan's requests, with the room that is left for drafts."""
+    """The requests' block tables, with the blocks for drafts."""
 
 
 class ModelRunner:
@@ -118,7 +118,8 @@ class ModelRunner:
             self.kv_bytes_per_token += self._proposer.kv_bytes_per_token
 
     def _check_device(self, path: Path) -> None:
-        """Take into the config what the device has. Raises ConfigError or ModelError for what it cannot."""
+        """Complete the config with the device's defaults. Raises ConfigError or ModelError for what it cannot
+        do."""
         device, config = self._device, self.config
         warn_of_unused(config, device)
         _check_memory(self.model_config, self._max_model_len, self.dtype, path, device)
@@ -206,7 +207,8 @@ class ModelRunner:
         return self._compute(plan, self._inputs(plan))
 
     def start(self, plan: StepPlan) -> Future[StepResult]:
-        """The same in a thread: the inputs are read before this returns, so that the scheduler can go on."""
+        """As :meth:`execute`, in a thread. The inputs are read before this returns, so the scheduler can go
+        on."""
         return self._thread.submit(self._compute, plan, self._inputs(plan))
 
     @torch.inference_mode()
@@ -286,7 +288,7 @@ class ModelRunner:
         return StepResult(tokens, logprobs=found)
 
     def _sample_rows(self, item: _Verify) -> Iterator[SampleRow]:
-        """One for each draft, and one for the token behind them."""
+        """One row per draft, and one for the token after them."""
         drawn_from = None
         if item.drafts and self._proposer is not None:
             drawn_from = self._proposer.probabilities(item.request.request_id)
@@ -306,7 +308,7 @@ def _in_form(drafts: dict[str, list[int]], step: TargetStep) -> dict[str, list[i
 
 
 def _keep_form(logits: torch.Tensor, verify: Sequence[_Verify]) -> None:
-    """Leave of ``logits`` [rows, vocab] only what the grammars of structured outputs allow."""
+    """Mask in ``logits`` [rows, vocab] what the grammars of structured outputs do not allow."""
     for item in verify:
         grammar = item.request.grammar
         if grammar is None:

@@ -194,7 +194,7 @@ def serve(concurrency: int, flags: dict[str, Any]) -> None:
         )
     print(
         f"server, {concurrency:>2} at once: {summary.value('throughput'):.1f} tok/s, TPOT "
-        f"{1e3 * summary.value('tpot_p50'):.1f} ms; {1e3 * seconds / steps:.2f} ms a step, of CPU time "
+        f"{1e3 * summary.value('tpot_p50'):.1f} ms; {1e3 * seconds / steps:.2f} ms per step, of CPU time "
         f"{1e3 * cpu['engine'] / steps:.2f} ms in the engine process, {1e3 * cpu['http'] / steps:.2f} ms in "
         "the HTTP process"
     )

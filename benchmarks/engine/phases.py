@@ -54,7 +54,7 @@ class Row:
     itl: tuple[float, float]
     stall: float
     throughput: float
-    """Output tokens a second, from the first arrival to the last token."""
+    """Output tokens per second, from the first arrival to the last token."""
     preemptions: int
 
 

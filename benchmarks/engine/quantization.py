@@ -67,7 +67,7 @@ def exactness(model: Path, windows: Sequence[Sequence[int]]) -> list[Exactness]:
 
 
 def speed(llm: LLM, prompts: list[list[int]], out: int) -> float:
-    """Output tokens a second."""
+    """Output tokens per second."""
     sampling = SamplingParams(temperature=0.0, max_tokens=out, ignore_eos=True)
     started = time.perf_counter()
     llm.generate(prompts, sampling)

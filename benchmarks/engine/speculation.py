@@ -3,7 +3,7 @@
     python -m benchmarks.engine.speculation [--quick] [--eagle DIR] [--draft-model DIR] [--json FILE]
 
 1. The formula. A proposer that knows the text is right with probability a for each draft, and waits c times a
-   plain step for each: tokens a step against E = (1 - a^(k+1)) / (1 - a), and speed against E / (1 + c k).
+   plain step for each: tokens per step against E = (1 - a^(k+1)) / (1 - a), and speed against E / (1 + c k).
    The formula holds verification to be free; what a step with k drafts really costs is printed beside it.
 2. Methods. Tokens a second with and without, alternating in one run, at each batch size, for text that
    repeats what it has been given (greedy) and for free text (temperature 1). ``pays to`` is the batch size at
@@ -87,7 +87,7 @@ class Run:
 
     @property
     def speed(self) -> float:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return self.tokens / sum(self.seconds)
 
     @property

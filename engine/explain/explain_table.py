@@ -31,7 +31,7 @@ def describe_setup(setup: Setup) -> str:
     engine = setup.engine
     chunks = engine.enable_chunked_prefill and engine.scheduler == "unified"
     parts = [
-        f"{engine.step_tokens} tokens a step",
+        f"{engine.step_tokens} tokens per step",
         f"at most {engine.max_num_seqs} sequences of {engine.max_model_len} tokens",
         f"{setup.num_gpu_blocks - 1} usable blocks of {engine.block_size}",
         engine.scheduling_policy,
@@ -39,12 +39,12 @@ def describe_setup(setup: Setup) -> str:
         f"prefix cache {'on' if engine.enable_prefix_caching else 'off'}",
     ]
     if engine.prefill_threshold:
-        parts.append(f"at most {engine.prefill_threshold} tokens a request")
+        parts.append(f"at most {engine.prefill_threshold} tokens per request")
     if engine.max_num_partial_prefills:
         long = engine.max_long_partial_prefills
         parts.append(f"at most {engine.max_num_partial_prefills} mid-prefill, {long} of them long")
     if engine.num_speculative_tokens:
-        parts.append(f"up to {engine.num_speculative_tokens} drafts a request")
+        parts.append(f"up to {engine.num_speculative_tokens} drafts per request")
     legend = LEGEND
     if engine.scheduler != "unified":
         parts.insert(0, f"{engine.scheduler} scheduler")
@@ -55,7 +55,7 @@ def describe_setup(setup: Setup) -> str:
 
 
 def budget_bar(step: ExplainedStep) -> str:
-    """The budget as a strip of letters, one a token, or scaled down where the budget is large."""
+    """The budget as a strip of letters, one per token, or scaled down where the budget is large."""
     letters = "".join(_letters(share) for share in step.shares) + "x" * sum(step.plan.padding)
     budget = step.plan.token_budget
     if budget <= BAR_CHARACTERS:

@@ -1,4 +1,4 @@
-"""The seam between the decoder and a device: the operations a layer is made of, and the step they work on."""
+"""The interface between the decoder and a device: the operations of a layer, and the step they work on."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class AttentionShape:
         return self.windows == (None,) and self.softcap is None and self.kv_format == AUTO
 
     def kv_bytes(self, dtype: torch.dtype) -> int:
-        """Of one token in one layer, scales included."""
+        """Bytes of one token in one layer, scales included."""
         return 2 * self.num_kv_heads * self.kv_format.bytes_per_head(self.head_dim, dtype)
 
 
@@ -88,7 +88,7 @@ class Batch:
 
 
 class Linear(ABC):
-    """A weight matrix in whatever form the device multiplies fastest."""
+    """A weight matrix in the layout that the device multiplies fastest."""
 
     out_features: int
     nbytes: int
@@ -96,10 +96,11 @@ class Linear(ABC):
 
 class FusedLayers(Protocol):
     """All layers of a decoder as one operation: on what ``begin`` returned, the layers' caches, and the
-    workspace (see model.py), whose residual stream it changes. What else of it is left is undefined."""
+    workspace (see model.py), whose residual stream it changes. The rest of the workspace is undefined
+    afterwards."""
 
     nbytes: int
-    """Of buffers of its own."""
+    """Bytes of its own buffers."""
 
     def __call__(self, step: Any, caches: Sequence[Any], workspace: Any) -> None: ...
 
@@ -176,7 +177,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def begin(self, batch: Batch) -> Any:
-        """What all layers of one step share, made once a step."""
+        """What all layers of one step share, made once per step."""
 
     @abstractmethod
     def rope_and_store(self, qkv: torch.Tensor, cache: Any, step: Any) -> None:
@@ -215,4 +216,4 @@ class Kernels(ABC):
 
     @abstractmethod
     def scratch_bytes(self, max_tokens: int, max_sequences: int, max_model_len: int) -> int:
-        """The most memory that these operations allocate for themselves at a time."""
+        """The most bytes that these operations allocate at a time."""

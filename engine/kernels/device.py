@@ -50,7 +50,7 @@ def held_by_others(device: torch.device) -> int:
 
 
 def place_on(device: torch.device) -> AbstractContextManager[object]:
-    """Within it tensors are made on the device where nothing else is said; on the CPU they are anyway."""
+    """A context in which tensors are made on the device by default."""
     return contextlib.nullcontext() if device.type == "cpu" else device
 
 
@@ -77,7 +77,7 @@ def make_sampler(seed: int, kernels: Kernels) -> Sampler:
 
 
 def check_free_memory(device: torch.device, utilization: float) -> None:
-    """Raise ConfigError where others have taken what ``gpu_memory_utilization`` counts on."""
+    """Raise ConfigError where other processes use memory that ``gpu_memory_utilization`` counts on."""
     if device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(device)
@@ -108,7 +108,7 @@ def capture_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]
 
 
 def warn_of_unused(config: EngineConfig, device: torch.device) -> None:
-    """Say which flags the device has no use for."""
+    """Warn of flags that have no effect on the device."""
     if device.type == "cuda":
         return
     for flag in ("enforce_eager", "cudagraph_capture_sizes", "max_cudagraph_capture_size"):

@@ -41,7 +41,7 @@ def _copy(
 
 
 def block_tensors(cache: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of a layer's cache, of which blocks are the first dimension whatever the layout."""
+    """Every tensor of a layer's cache, with blocks as the first dimension in every layout."""
     for field in fields(cache):
         value = getattr(cache, field.name)
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The C++ kernels of cpp/ behind the seam of base.py; where they cannot be had, cpu.py is used."""
+"""The C++ kernels of cpp/ as the Kernels of base.py; where they cannot be built, cpu.py is used."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def supports(shape: AttentionShape, dtype: torch.dtype) -> None:
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Zeros that cost memory and time only where they are written, in huge pages where the system has them:
-    weights and blocks are read once a step, so with small pages many an access would miss the page tables'
+    weights and blocks are read once per step, so with small pages many accesses would miss the page tables'
     cache."""
     region = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
     if hasattr(mmap, "MADV_HUGEPAGE"):

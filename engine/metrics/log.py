@@ -1,4 +1,4 @@
-"""Log lines in vLLM's manner, so that whatever reads vLLM's logs reads these."""
+"""Log lines in vLLM's manner, so that readers of vLLM's logs read these."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class PrometheusMetrics:
     ) -> None:
         self.registry = CollectorRegistry()
         self.families: list[Family] = []
-        """Of the engine, in order; the registry has those of the process as well."""
+        """The engine's families, in order; the registry has those of the process as well."""
         self._labels = {"model_name": model_name, "engine": "0"}
         ProcessCollector(registry=self.registry)
         self._define_gauges(cache_info or {})
@@ -105,8 +105,8 @@ class PrometheusMetrics:
                 counter.inc(accepted)
 
     def record_decodes(self, count: int, latencies: Sequence[float], kv_usage: float) -> None:
-        """Add steps in each of which ``count`` requests put out a token, that long after the one before, and
-        which change nothing else."""
+        """Add one step per item of ``latencies``, in which ``count`` requests emit a token that many seconds
+        after their last one, and nothing else changes."""
         self._kv_usage.set(kv_usage)
         self._generation_tokens.inc(count * len(latencies))
         self._iteration_tokens.observe(count, len(latencies))

@@ -57,14 +57,14 @@ class StepStats:
     preemptions: int = 0
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
-    """Of ``prompt_tokens``, those that came out of the prefix cache."""
+    """How many of ``prompt_tokens`` came from the prefix cache."""
     prompt_tokens_external: int = 0
-    """Of these, those that a KV connector had loaded."""
+    """How many of these a KV connector had loaded."""
     generation_tokens: int = 0
     had_output: bool = False
     first_token_latencies: tuple[float, ...] = ()
     inter_token_latencies: tuple[tuple[float, int], ...] = ()
-    """Seconds, and for how many requests: those that put something out in the same two steps share theirs."""
+    """Pairs of (seconds, number of requests): requests with outputs in the same two steps share one."""
     finished: tuple[FinishedStats, ...] = ()
     num_drafts: int = 0
     num_draft_tokens: int = 0
@@ -117,7 +117,8 @@ class StepObserver:
         self._scheduler, self._clock = scheduler, clock
         self._timelines: dict[str, _Timeline] = {}
         self._last_token: dict[str, float] = {}
-        """When each request put out its last token, beside the timelines to be updated in one go."""
+        """When each request emitted its last token; kept beside the timelines so that one call updates
+        all."""
         self._ended = 0.0
         """When the last step ended, and with it every request in fast decode emitted a token."""
         self._seen = _counts(scheduler.stats)
@@ -138,7 +139,7 @@ class StepObserver:
         outputs, decodes = Outputs.of(output.outputs), plan.fast_decodes
         request_ids = outputs.with_tokens()
         self._last_token.update(dict.fromkeys(decodes.left, self._ended))
-        # One pass in C over the requests of a step: most put their last token out at the same moment.
+        # One pass in C over the requests of a step: most emitted their last token at the same moment.
         before: Counter[float | None] = Counter({self._ended: decodes.count} if decodes.count else ())
         before.update(map(self._last_token.get, request_ids))
         begun = self._begin(request_ids, now) if before.pop(None, 0) else []
@@ -186,11 +187,11 @@ class StepObserver:
         return self._stats(finished=() if status is RequestStatus.FINISHED_ABORTED else tuple(finished))
 
     def idle(self) -> StepStats:
-        """Gauges alone, where something changed and no step follows."""
+        """Only the gauges, for a change after which no step follows."""
         return self._stats()
 
     def _begin(self, request_ids: Sequence[str], now: float) -> list[Request]:
-        """Those of the requests whose first token this is."""
+        """Latencies of the first tokens among them."""
         begun = [self._timelines[name] for name in request_ids if name not in self._last_token]
         for timeline in begun:
             timeline.first_token = now

@@ -151,7 +151,7 @@ def _sha256(path: Path) -> str:
 
 
 def main() -> None:
-    """``python -m engine.models.bundled``: everything that the engine's first start would wait for."""
+    """``python -m engine.models.bundled``: fetch and compile what the engine's first start would wait for."""
     from engine.kernels.native_library import NativeUnavailable, load_library
 
     try:

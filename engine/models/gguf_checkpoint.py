@@ -87,7 +87,7 @@ class GgufCheckpoint:
             "head_dim": head_dim,
             "vocab_size": int(self._value("llama.vocab_size", len(self._value("tokenizer.ggml.tokens", [])))),
             "max_position_embeddings": int(self._need("llama.context_length")),
-            # The file holds a float32; nine digits give back the number that was meant.
+            # The file holds a float32; nine digits restore the number that was written.
             "rms_norm_eps": float(f"{float(self._need('llama.attention.layer_norm_rms_epsilon')):.6g}"),
             "rope_theta": float(self._value("llama.rope.freq_base", 10000.0)),
             "rope_scaling": None,

@@ -37,7 +37,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     attention_scale: float
-    """What the products of queries and keys are multiplied by."""
+    """The factor of the products of queries and keys."""
     rms_norm_eps: float
     kinds: tuple[LayerKind, ...]
     pattern: tuple[int, ...]
@@ -57,7 +57,7 @@ class ModelConfig:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     dtype: str
-    """The checkpoint's own, e.g. "bfloat16"."""
+    """The checkpoint's own type, e.g. "bfloat16"."""
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -200,7 +200,7 @@ def _with_defaults(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Name what would make the model compute something else than this engine does."""
+    """Raise ModelError for settings that this engine does not compute."""
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ModelError(
@@ -272,7 +272,7 @@ def _rope(family: Family, config: Mapping[str, Any], layer_type: str, length: in
 
 
 def _object(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """What is nested under a name; nothing where it is missing. Raises ModelError."""
+    """The object under a name; an empty one where it is missing. Raises ModelError."""
     value = config.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise ModelError(f"{name} must be an object, got {value!r:.40}")

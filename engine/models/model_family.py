@@ -18,7 +18,7 @@ class Family:
     """Layers with a sliding window: none; all; from max_window_layers on, if use_sliding_window is set; all
     but every sliding_window_pattern-th. The last two obey the config's ``layer_types``, if it has them."""
     qkv_bias: bool = False
-    """Biases on q, k and v (and not on o), whatever the config says."""
+    """Biases on q, k and v (and not on o), regardless of the config."""
     qk_norm: bool = False
     """Each head of q and k is normalised before it is rotated."""
     norm_offset: float = 0.0

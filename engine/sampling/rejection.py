@@ -1,4 +1,4 @@
-"""Lossless verification of drafts: what comes out is distributed as without them."""
+"""Lossless verification of drafts: the output is distributed as without them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def verify(
     columns = drafts.unsqueeze(-1)
     accepted = to_accept * proposed.gather(-1, columns) < target.gather(-1, columns)
     residual = (target - proposed).clamp_(min=0.0)
-    # Rounding may leave nothing of a residual that is as good as empty: then p is q, and any draft will do.
+    # Rounding may leave an almost empty residual with nothing: then p is q, and any draft is right.
     accepted |= residual.sum(-1, keepdim=True) <= 0.0
     replaced, _ = invert(residual, to_replace)
     return torch.where(accepted.squeeze(-1), drafts, replaced).tolist()

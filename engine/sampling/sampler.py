@@ -33,7 +33,7 @@ TOP_P_CANDIDATES = 384
 
 
 TARGET, ACCEPT, RESIDUAL, DRAFT = range(4)
-"""What a uniform number is for: those of one place in the output must be independent."""
+"""What a uniform number is for. The numbers of one output position must be independent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ class Frontend:
     async def generate(
         self, prompts: Sequence[tuple[list[int], SamplingParams]], generation: Generation, arrival: float
     ) -> AsyncGenerator[list[Delta], None]:
-        """Run ``n`` sequences of each prompt; yields what came since the last time, once a step.
+        """Run ``n`` sequences of each prompt; yields what came since the last time, once per step.
 
         Choice ``i * n + j`` is sequence j of prompt i. Close the iterator (``contextlib.aclosing``) to abort
         what is unfinished. Raises EngineDeadError, or RequestError for what the engine refuses.

@@ -1,4 +1,4 @@
-"""What the HTTP server is told beside the engine's config, and why it cannot start."""
+"""Options of the HTTP server beside the engine's config, and the error of a failed start."""
 
 from __future__ import annotations
 

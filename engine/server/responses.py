@@ -29,7 +29,7 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: dict[int, int] | None = None
-    """By prompt, how many of its tokens came out of the prefix cache; None: that is not told."""
+    """By prompt, how many of its tokens came from the prefix cache; None: not reported."""
 
     def as_json(self) -> dict[str, Any]:
         usage: dict[str, Any] = {
@@ -44,7 +44,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Tells:
-    """What an answer says of the work behind it, beyond what OpenAI's do."""
+    """What an answer tells beyond OpenAI's fields."""
 
     cached_tokens: bool = False
     """Usage has the prompts' cached tokens (--enable-prompt-tokens-details)."""

@@ -26,16 +26,16 @@ class Device:
     fp8_flops: float | None
     """The same in fp8; None: it has none, and computes in bfloat16 what is stored in fp8."""
     bytes_per_second: float
-    """Of its memory."""
+    """Bytes per second of its memory."""
     host_bytes_per_second: float
-    """Of its link to the host, one direction."""
+    """Bytes per second of its link to the host, one direction."""
     link_bytes_per_second: float
-    """Of its links to the other devices of a server, one direction."""
+    """Bytes per second of its links to the other devices of a server, one direction."""
     sources: Mapping[str, str]
     attainable: float = 0.7
     """Share of the stated peaks that good kernels reach; an assumption."""
     host: float = 1e-3
-    """Seconds of scheduling and preparation a step; an assumption."""
+    """Seconds of scheduling and preparation per step; an assumption."""
     host_per_sequence: float = 8e-6
     launch: float = 5e-4
     """Seconds of a step that are neither products nor reading; an assumption."""
@@ -195,7 +195,7 @@ class Sizes:
     """Bytes of an element."""
 
     weights: int = 2
-    """Of the layers' weights. The embedding and the head always have two."""
+    """Bytes per number of the layers' weights. The embedding and the head always have two."""
     kv: int = 2
 
 
@@ -219,11 +219,11 @@ def roofline(
     sizes: Sizes | None = None,
     tensor_parallel_size: int = 1,
 ) -> StepTimes:
-    """An estimate from first principles: 2 FLOP a weight and token, every weight read once a step, every key
-    and value once a sequence, 4 FLOP a query-key pair and head element (Q K^T and P V).
+    """An estimate from first principles: 2 FLOP per weight and token, every weight read once per step, every
+    key and value once per sequence, 4 FLOP per query-key pair and head element (Q K^T and P V).
 
-    Devices in parallel share all of that evenly and sum their activations twice a layer: a ring moves
-    2 (n - 1) / n of the bytes over each link, after a fixed delay.
+    Devices in parallel share all of that evenly and sum their activations twice a layer: a ring moves 2 (n -
+    1) / n of the bytes over each link, after a fixed delay.
     """
     sizes, count = sizes or Sizes(), tensor_parallel_size
     flops = device.flops * device.attainable * count

@@ -22,12 +22,12 @@ from engine.sim.step_times import StepLoad, StepTimes, draw_value
 from engine.step import PLACEHOLDER_TOKEN_ID, OneEach, Outputs, StepOutput, StepPlan, StepResult
 
 TOKEN_ID = 0
-"""What every request emits, but for its end."""
+"""What every request emits before its end."""
 EOS_TOKEN_ID = 1
 MAX_EMPTY_STEPS = 10
-"""Steps in a row that schedule nothing, after which nothing ever will be."""
+"""After this many steps in a row that schedule nothing, none ever will."""
 Observer = Callable[[StepPlan, StepOutput, float], None]
-"""Is told of every step, and of the seconds it took."""
+"""Called with every step, and the seconds it took."""
 
 
 class SimulationError(RuntimeError):
@@ -76,7 +76,7 @@ class ModelSize:
     kv_bytes_per_token: int
     max_model_len: int
     activation_bytes: int = 0
-    """Peak of a step."""
+    """Peak bytes of a step's activations."""
 
     @classmethod
     def of(cls, model: ModelConfig, element_bytes: int = 2, max_num_batched_tokens: int = 0) -> ModelSize:
@@ -175,7 +175,7 @@ class SimulatedRunner:
         return PendingStep(self._emit(plan), self._occupy(load), self.clock)
 
     def _occupy(self, load: StepLoad) -> float:
-        """The device begins a step now. Returns when it ends."""
+        """The device begins a step now. Returns the time at which it ends."""
         seconds = self.times.device_seconds(load)
         if factor := draw_value(self.times.spread, seconds, self._spread):
             seconds *= factor
@@ -252,7 +252,7 @@ class RequestTimeline:
     stamps: list[float] = field(default_factory=list)
     """When its outputs came."""
     counts: dict[int, int] = field(default_factory=dict)
-    """How many tokens an output brought, by its place, where it was not one."""
+    """Number of tokens of an output, by its place in ``stamps``, where it is not 1."""
 
     @property
     def finished(self) -> float:

@@ -57,7 +57,7 @@ class RecordingRunner:
         self.samples.append(sample)
 
     def pause(self) -> None:
-        """What passes before the next step is no work."""
+        """The time until the next step is idle, not the host's work."""
         self._ended = None
 
 

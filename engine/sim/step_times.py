@@ -26,12 +26,12 @@ KNOT_TOKENS = (64, 128, 256, 512, 1024, 2048)
 TRIMMED_SHARE = 0.05
 """Share of the samples that the fit drops as noise of a shared machine."""
 MIN_GROUP_SAMPLES, GROUP_WIDTH_RATIO, NUM_QUANTILES = 20, 1.5, 20
-"""Of Groups that are measured: samples in one, at least; ratio of its bound to where it begins, unless it has
-fewer; values that stand for it."""
+"""Of measured Groups: the fewest samples in one; the ratio of its bound to its smallest key, larger only to
+reach that number; how many values stand for it."""
 
 Groups = tuple[tuple[float, tuple[float, ...]], ...]
-"""What has been seen where something was up to a bound: bounds, ascending, and values of which each is as
-likely. The last are for all beyond."""
+"""Pairs of (bound, values), bounds ascending: the values, equally likely, seen for keys up to the bound. The
+last values are also for keys beyond it."""
 
 
 class StepTimesError(EngineUserError):
@@ -49,7 +49,7 @@ class StepLoad:
     rows: int
     """Rows of logits: what emits, and its drafts."""
     context: int
-    """Tokens whose keys and values are read, once a sequence."""
+    """Tokens whose keys and values are read, once per sequence."""
     pairs: int
     """Query-key pairs of causal attention."""
     moved_blocks: int = 0
@@ -108,13 +108,13 @@ class StepTimes:
     """Share of the host's time that async scheduling spends while the device computes: planning, about half
     of it. Booking what a step emitted has to wait for it."""
     launch: float = 0.0
-    """What every step costs the device, whatever is in it."""
+    """What every step costs the device."""
     weights: float = 0.0
     """Reading all weights once."""
     per_token: float = 0.0
     per_row: float = 0.0
     per_exchanged_token: float = 0.0
-    """Of what the devices of a tensor-parallel group tell each other."""
+    """Of the exchange between the devices of a tensor-parallel group."""
     per_context: float = 0.0
     per_pair: float = 0.0
     per_moved_block: float = 0.0
@@ -126,14 +126,14 @@ class StepTimes:
     these seconds. Cores that are shared make a short step half as long again now and then, and a percentile
     lives on that."""
     entry: float = 0.0
-    """From a request's sending to the engine's queue, and what its answers lose on their way back."""
+    """From the sending of a request to the engine's queue, and the way of its answers back."""
     entry_per_token: float = 0.0
-    """Of its prompt."""
+    """Per token of its prompt."""
     delivery: Groups = ()
     """As measured: seconds that what a step emitted may come later to the client than at best, by how many
     requests it emitted for. Processes that share cores with the engine wait for their turn now and then."""
     source: str = ""
-    """Where the coefficients come from, for people."""
+    """Where the coefficients come from, in words."""
 
     def host_seconds(self, load: StepLoad) -> float:
         return self.host + self.host_per_sequence * load.sequences
@@ -223,7 +223,7 @@ class StepSample:
     device_seconds: float
     host_seconds: float | None = None
     ended: float = 0.0
-    """On the clock that measured it."""
+    """When it ended, on the clock that measured it."""
 
 
 def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> StepTimes:
@@ -263,7 +263,7 @@ def fit_step_times(samples: Sequence[StepSample], source: str = "fitted") -> Ste
 
 
 def group_samples(samples: Sequence[tuple[float, float]]) -> Groups:
-    """Groups of ``samples``, which are pairs of (what a bound is for, value)."""
+    """Groups of ``samples``, pairs of (key, value). A group's bound is its largest key."""
     groups: list[list[tuple[float, float]]] = []
     for sample in sorted(samples):
         if not groups or (
@@ -281,7 +281,7 @@ def group_samples(samples: Sequence[tuple[float, float]]) -> Groups:
 
 
 def draw_value(groups: Groups, what: float, chance: random.Random) -> float | None:
-    """A value of the group that ``what`` belongs to; None of no groups."""
+    """A random value of the group that ``what`` falls into; None where there are no groups."""
     for bound, values in groups:
         if what <= bound:
             return chance.choice(values)

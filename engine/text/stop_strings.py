@@ -1,4 +1,4 @@
-"""Stop strings: found in streamed text wherever its pieces break, and never handed out by halves."""
+"""Stop strings: found in streamed text across its pieces, and never handed out in part."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class StopMatcher:
         self._include_stop = include_stop
         self._held = ""
         self.matched: str | None = None
-        """The stop string that was met; nothing may be pushed after it."""
+        """The stop string that was found; nothing may be pushed after it."""
 
     def push(self, text: str) -> str:
         """Add ``text``; returns what may be handed out now."""
@@ -33,7 +33,7 @@ class StopMatcher:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """The text ends here: what was held back."""
+        """The end of the text: returns what was held back."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""A request's tokens on their way to being text: detokenised, and ended by stop strings."""
+"""From a request's tokens to its text: detokenised, and ended by stop strings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TextStream:
         include_stop: bool = False,
     ) -> None:
         self.num_tokens = 0
-        """Tokens that count: those up to the end, the one that ended it included."""
+        """Tokens up to the end, the one that ended it included."""
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._stops = StopMatcher(sampling.stop, include_stop)
         self._min_tokens = sampling.min_tokens
@@ -65,5 +65,5 @@ class TextStream:
         return TextPiece(text, tokens, output.logprobs, reason, output.stop_reason)
 
     def _checked(self, text: str) -> str:
-        """Text that may go out now."""
+        """The text that may be sent now."""
         return text if self.num_tokens <= self._min_tokens else self._stops.push(text)

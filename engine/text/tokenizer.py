@@ -27,7 +27,7 @@ class ChatTemplateError(ValueError):
 
 
 class NoTokenizerError(ValueError):
-    """A text needs a tokenizer, and the model came without one."""
+    """A text needs a tokenizer, and the model has none."""
 
 
 class Tokenizer:
@@ -139,7 +139,7 @@ def _content(token: Any) -> str | None:
 
 
 class TokenIdsOnly(Tokenizer):
-    """In the place of a tokenizer: prompts must be token ids, and the text of a token is its id: "<17>"."""
+    """Stands in for a tokenizer: prompts must be token ids, and the text of a token is its id: "<17>"."""
 
     def __init__(self, missing: Path) -> None:
         self._missing = missing

@@ -323,7 +323,7 @@ def measure(model: str, directory: Path, drafts: int, tokens: int) -> str:
     positions = ", ".join(f"{by_position[place] / max(verified, 1):.1%}" for place in range(drafts))
     return (
         f"acceptance {accepted / max(proposed, 1):.1%} of {proposed:,} drafts; by position {positions}; "
-        f"{1 + accepted / max(verified, 1):.2f} tokens a step"
+        f"{1 + accepted / max(verified, 1):.2f} tokens per step"
     )
 
 
@@ -336,7 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sequences", type=int, default=320, help="answers to learn from")
     parser.add_argument("--tokens", type=int, default=96, help="tokens of each")
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--drafts", type=int, default=3, help="drafts a step in the measurement at the end")
+    parser.add_argument("--drafts", type=int, default=3, help="drafts per step in the measurement at the end")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     try:

@@ -173,7 +173,7 @@ def test_the_table_shows_the_budget_of_every_step(tmp_path: Path) -> None:
     assert result.exit_code == 0
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert lines == [
-        "8 tokens a step; at most 4 sequences of 128 tokens; 99 usable blocks of 16; fcfs; "
+        "8 tokens per step; at most 4 sequences of 128 tokens; 99 usable blocks of 16; fcfs; "
         "chunked prefill on; prefix cache on",
         "budget: d decode, p prefill, s speculative draft, . left over",
         "step  budget    used  left  running  waiting  blocks  who gets how many  what happens",

@@ -1,4 +1,4 @@
-"""The step log: a line a step, readable while it is being written."""
+"""The step log: a line per step, readable while it is being written."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def test_a_head_is_trained_and_measured(
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
     assert losses[-1] < losses[0]
     assert re.search(
-        r"head: acceptance [\d.]+% of [\d,]+ drafts; by position .*; [\d.]+ tokens a step", printed
+        r"head: acceptance [\d.]+% of [\d,]+ drafts; by position .*; [\d.]+ tokens per step", printed
     )
     config = json.loads((tmp_path / "head" / "config.json").read_text())
     assert config["architectures"] == ["EagleLlamaForCausalLM"]
