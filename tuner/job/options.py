@@ -181,9 +181,9 @@ class Options:
     prior: Annotated[
         str | None,
         _option(
-            "What simulates configs before they are measured: auto (the bundled engine's own, for other "
-            "servers a sketch), sketch (step times that explain what your config measured), none, "
-            "simulated:h100 or another device, or a JSON file of step times. [auto]"
+            "What simulates configs before they are measured, to say which to try first: auto (sketch), "
+            "sketch (step times that explain what your config measured), none, simulated:h100 or another "
+            "device, or a JSON file of step times. [auto]"
         ),
     ] = None
     baseline: Annotated[

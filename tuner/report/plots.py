@@ -15,6 +15,7 @@ from servers.slo.objective import Slo
 from tuner.report.curves import KnobCurve
 from tuner.report.pareto import Front
 from tuner.runs.result import Reading, TrialResult
+from tuner.search.strategy import best_so_far
 from tuner.space.space import Space, config_key, describe_changes
 from tuner.study.cost import CostItem
 from tuner.study.loads import Advice
@@ -78,7 +79,7 @@ def trade_off(results: Sequence[TrialResult], space: Space, front: Front) -> go.
     return _dress(figure, "Trade-off: each config (star: your own)", *axes)
 
 
-def history(results: Sequence[TrialResult], slo: Slo) -> go.Figure:
+def history(results: Sequence[TrialResult], space: Space, slo: Slo) -> go.Figure:
     """The objective by trial, with its 95 % interval, and the best feasible one so far."""
     figure, factor = go.Figure(), scale_of(slo.objective.metric)
     for group, colour in COLOURS.items():
@@ -93,14 +94,13 @@ def history(results: Sequence[TrialResult], slo: Slo) -> go.Figure:
             name=group,
             marker={"color": colour, "size": 8},
         )
-    best, numbers, values = math.nan, [], []
-    for result in results:
-        if result.feasible and slo.objective.better(result.value(slo.objective), best):
-            best = result.value(slo.objective)
-        numbers.append(result.number)
-        values.append(factor * best)
+    leaders = best_so_far(results, space, slo.objective)
     figure.add_scatter(
-        x=numbers, y=values, mode="lines", name="best so far", line={"color": "#1f2933", "shape": "hv"}
+        x=[r.number for r in results],
+        y=[factor * leader.value(slo.objective) if leader else math.nan for leader in leaders],
+        mode="lines",
+        name="best so far",
+        line={"color": "#1f2933", "shape": "hv"},
     )
     return _dress(figure, "The search, trial by trial", "trial", axis_title(slo.objective.name))
 

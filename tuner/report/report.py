@@ -249,7 +249,7 @@ def figures(facts: Facts) -> list[go.Figure]:
         if sides:
             found.append(plots.distributions(metric, sides))
     found.append(plots.trade_off(facts.results, facts.space, facts.front))
-    found.append(plots.history(facts.results, facts.slo))
+    found.append(plots.history(facts.results, facts.space, facts.slo))
     if expected := plots.expectations(facts.results, facts.predictions, facts.slo):
         found.append(expected)
     found += [plots.one_knob(curve, facts.slo) for curve in facts.curves]

@@ -31,11 +31,6 @@ class Reading:
     high: float = math.nan
     """95 % interval; NaN where there is none."""
 
-    def worse_end(self, sign: int) -> float:
-        """The interval's end where it is worse (``sign`` 1: larger, -1: smaller); the value without one."""
-        end = self.high if sign > 0 else self.low
-        return end if math.isfinite(end) and end > 0 else self.value
-
 
 @dataclass(frozen=True)
 class Measurement:

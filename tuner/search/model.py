@@ -33,9 +33,6 @@ MIN_LOG_GAIN = 0.02
 """The least improvement (in logarithm) that is worth a launch: else knobs without effect look promising."""
 MIN_P_FEASIBLE = 0.8
 """Chance of holding every bound from which on the objective decides what is best."""
-MIN_LOG_SLACK_GAIN = 0.02
-"""By so much more (in logarithm) than one that fresh runs refused another one must be expected to hold its
-bounds."""
 MAX_P_TO_REPEAT, MIN_LOG_GAIN_TO_REPEAT = 0.95, 0.02
 """A chance to hold every bound below which a repeat is worth it; and an expected gain (in logarithm)."""
 TIE_LOG_RATIO = 0.02
@@ -56,7 +53,6 @@ class ModelStrategy(Strategy):
         # What is kept between two calls only saves time: it follows from the history.
         self._pools: CandidatePools | None = None
         self._held: dict[bool, tuple[tuple[int, ...], Surrogates]] = {}
-        self._ranked: tuple[Surrogates, list[TrialResult]] | None = None
 
     @property
     def starts(self) -> int:
@@ -105,32 +101,6 @@ class ModelStrategy(Strategy):
         last = [*told, gain][-STOP_PROPOSALS:]
         return len(last) == STOP_PROPOSALS and max(last) < STOP_LOG_GAIN
 
-    def rank(self, history: History) -> list[TrialResult]:
-        """By what the models expect of each: those that are likely to hold every bound first.
-
-        The models of the measurements alone, here and wherever configs that were measured are compared: a
-        simulation says what to try, never what was found.
-        """
-        surrogates = self.surrogates(history, plain=True)
-        if self._ranked is None or self._ranked[0] is not surrogates:
-            self._ranked = surrogates, self._rank(history, surrogates)
-        return list(self._ranked[1])
-
-    def _rank(self, history: History, surrogates: Surrogates) -> list[TrialResult]:
-        feasible = [r for r in history.results if r.feasible and math.isfinite(r.value(history.objective))]
-        measured = list({config_key(r.config): r for r in reversed(feasible)}.values())[::-1]
-        if not measured:
-            return []
-        x = self._pools_of(history.space).of(r.config for r in measured).x
-        chances, costs = np.exp(surrogates.log_feasible(x)), surrogates.expected(x)[0]
-        chances[[not history.space.changes(r.config) for r in measured]] = 1.0  # the baseline holds its own
-        rows = list(zip(measured, chances, costs, strict=True))
-        sure = sorted((row for row in rows if row[1] >= MIN_P_FEASIBLE), key=lambda row: row[2])
-        unsure = sorted((row for row in rows if row[1] < MIN_P_FEASIBLE), key=lambda row: -row[1])
-        tied = [row for row in sure if row[2] <= sure[0][2] + TIE_LOG_RATIO]
-        tied.sort(key=lambda row: len(history.space.changes(row[0].config)))
-        return [result for result, _, _ in (*tied, *sure[len(tied) :], *unsure)]
-
     def close(self, history: History) -> list[TrialResult]:
         """The best config that is likely to hold its bounds, unless it is the baseline, and those that a
         repeat could show to be better, or to hold their bounds after all.
@@ -178,12 +148,6 @@ class ModelStrategy(Strategy):
                 ):
                     config = simpler
         return config
-
-    def safer(self, history: History, refused: TrialResult) -> list[TrialResult]:
-        """By what the models expect: what differs from the refused one to no effect is no safer."""
-        ranked, surrogates = self.rank(history), self.surrogates(history, plain=True)
-        slack = surrogates.slack(encode(history.space, [refused.config, *(r.config for r in ranked)]))
-        return [r for r, own in zip(ranked, slack[1:], strict=True) if own >= slack[0] + MIN_LOG_SLACK_GAIN]
 
     def surrogates(self, history: History, plain: bool = False) -> Surrogates:
         """Of what was measured, and of what runs. ``plain``: without the prior.

@@ -67,23 +67,13 @@ class SimulatedPrior(Prior):
         self._target, self._slo, self._flags = target, slo, flags
         self._schedules = load.rungs()
 
-    def runs(self, config: Config, schedules: Iterable[Schedule]) -> list[Run]:
-        """Under other loads than the trials'; none where no server comes up."""
-        try:
-            return self._simulated(config, schedules)
-        except TargetFailed:
-            return []
-
     def predict(self, config: Config) -> Prediction:
         try:
             runs = self._simulated(config, self._schedules)
         except TargetFailed as failure:
             return Prediction(config, failure=f"{failure.reason}: {failure.detail}")
-        readings, objective = measure(runs, self._slo).readings, self._slo.objective
-        values = {name: reading.value for name, reading in readings.items()}
-        sign = 1 if objective.direction == "minimize" else -1
-        values[objective.name] = readings[objective.name].worse_end(sign)  # as trials are judged by it
-        return Prediction(config, values)
+        readings = measure(runs, self._slo).readings
+        return Prediction(config, {name: reading.value for name, reading in readings.items()})
 
     def _simulated(self, config: Config, schedules: Iterable[Schedule]) -> list[Run]:
         """Raises TargetFailed."""
@@ -107,15 +97,12 @@ def make_simulator(
     """What makes the simulator that ``--prior`` names: AUTO, NONE, FITTED, ``simulated:h100``, a file of step
     times.
 
-    AUTO is the bundled engine's own simulation for the bundled engine with its bundled model, and a simulator
-    fitted to the baseline (``fitted_simulator.py``) for other servers that are started; none for those that
-    run already, and for a simulation, which costs no more than its fit. Step times may have to be measured
-    first, so a simulator is made when it is called, with no server running; what is missing for it is noted,
-    and there is no prior. Raises PriorError.
+    AUTO is a simulator fitted to what the baseline measured (``fitted_simulator.py``) for servers that are
+    started; none for those that run already, and for a simulation, which costs no more than its fit. A
+    simulator is made when it is called, with no server running; what is missing for it is noted, and there is
+    no prior. Raises PriorError.
     """
     if name == AUTO:
-        if target == model == HERE:
-            return lambda: _own(model, note)
         name = NONE if target.startswith((PREFIX, "http://", "https://")) else FITTED
     if name == NONE:
         return lambda: None

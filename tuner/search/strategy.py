@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import optuna
@@ -215,23 +215,25 @@ def by_measurement(history: History) -> list[TrialResult]:
     return [*ordered[:better], *own, *ordered[better:]]
 
 
-def _cost(result: TrialResult, objective: Objective) -> tuple[float, float]:
-    """Smaller is better: the pessimistic end of the objective's interval, then its value.
+def best_so_far(
+    results: Sequence[TrialResult], space: Space, objective: Objective
+) -> list[TrialResult | None]:
+    """After each trial the one that :func:`by_measurement` names; None while nothing is feasible."""
+    return [
+        next(iter(by_measurement(History(space, objective, tuple(results[:count])))), None)
+        for count in range(1, len(results) + 1)
+    ]
 
-    A tail percentile of one run can be small by luck, when just fewer stalls than its share fell into the
-    run; its interval then reaches up to the stalls, and what is chosen for the value alone fails on fresh
-    runs.
-    """
-    reading = result.reading(objective)
-    if objective.direction == "minimize":
-        return (reading.high if math.isfinite(reading.high) else math.inf), reading.value
-    return -(reading.low if math.isfinite(reading.low) else reading.value), -reading.value
+
+def _cost(result: TrialResult, objective: Objective) -> float:
+    """Smaller is better."""
+    value = result.value(objective)
+    return value if objective.direction == "minimize" else -value
 
 
 def _tied(a: TrialResult, b: TrialResult, objective: Objective) -> bool:
-    """Within TIE_SHARE of each other, both by the end of the interval and by value."""
-    pairs = zip(_cost(a, objective), _cost(b, objective), strict=True)
-    return all(x == y or abs(x - y) <= TIE_SHARE * abs(y) for x, y in pairs)
+    x, y = _cost(a, objective), _cost(b, objective)
+    return x == y or abs(x - y) <= TIE_SHARE * abs(y)
 
 
 def _index(param: Value) -> int:

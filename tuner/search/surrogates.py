@@ -302,11 +302,7 @@ class Surrogates:
         return y + added, variance + spread
 
     def _value(self, measurement: Measurement, figure: ModelledMetric) -> float:
-        """Of the objective the worse end of its interval: a tail can be short by luck, when just fewer stalls
-        than its share fell into the run, and its interval then reaches up to the stalls.
-        """
-        reading = measurement.reading(figure.metric, figure.cls)
-        return reading.worse_end(figure.sign) if figure == self.objective else reading.value
+        return measurement.reading(figure.metric, figure.cls).value
 
     def _short_to_whole(self, figure: ModelledMetric, told: Sequence[TrialResult]) -> tuple[float, float]:
         """(median, variance) of what the whole measurement adds to the short rung, where both are known."""

@@ -135,7 +135,7 @@ def test_every_figure_of_a_measurement_has_its_interval(facts: Any) -> None:
         {"itl_es99": Reading(0.1, 100, 0.08, 0.15), "throughput": Reading(50.0, 100)}, window=20.0
     )
     told = dataclasses.replace(facts.outcome.best, measurement=spread)
-    drawn = plots.history([told], facts.slo)
+    drawn = plots.history([told], facts.space, facts.slo)
     marks = next(trace for trace in drawn.data if trace.name == "feasible")
     assert (marks.y, marks.error_y.array, marks.error_y.arrayminus) == (
         pytest.approx((100.0,)), pytest.approx((50.0,)), pytest.approx((20.0,)),
@@ -150,7 +150,7 @@ def test_every_figure_of_a_measurement_has_its_interval(facts: Any) -> None:
 
 
 def test_best_so_far_never_gets_worse(facts: Any) -> None:
-    history = plots.history(facts.results, facts.slo)
+    history = plots.history(facts.results, facts.space, facts.slo)
     line = next(trace for trace in history.data if trace.name == "best so far")
     known = [value for value in line.y if value == value]
     assert known == sorted(known, reverse=True)

@@ -1,4 +1,3 @@
-import math
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from analytic_target import measure
 from optuna.trial import TrialState
 
 from servers.slo.objective import PRESETS
-from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResult
+from tuner.runs.result import BASELINE, SERVES, TrialResult
 from tuner.search.study import RULE, Study
 from tuner.space.space import THRESHOLD, build_space, describe_changes, effective
 from tuner.workers.storage import StorageError, open_storage, open_study
@@ -212,19 +211,6 @@ def test_a_tie_goes_to_the_config_that_changes_fewer_flags(storage: Any) -> None
     by_changes = {len(study.space.changes(r.config)): r.value(SLO.objective) for r in study.results}
     assert by_changes[2] <= by_changes[1] < 1.05 * by_changes[2]
     assert study.space.changes(study.best().config) == {"max_num_batched_tokens": (2048, 128)}
-
-
-def test_a_value_that_is_small_by_luck_is_not_chosen(storage: Any) -> None:
-    """Its interval reaches up to the stalls that happened not to fall into the run."""
-    study = make(storage)
-    intervals = {2048: Reading(0.03, 1000, 0.02, math.inf), 128: Reading(0.1, 1000, 0.09, 0.12)}
-    for tokens, reading in intervals.items():
-        study.enqueue({**DEFAULTS, "max_num_batched_tokens": tokens, "max_num_seqs": 16}, "start")
-        proposal = study.propose()
-        told = result(proposal)
-        measurement = Measurement({**told.measurement.readings, "itl_es99": reading}, 20.0)
-        study.tell(proposal, TrialResult(**{**vars(told), "measurement": measurement}))
-    assert study.best().config["max_num_batched_tokens"] == 128
 
 
 def test_results_survive_the_storage(tmp_path: Path) -> None:

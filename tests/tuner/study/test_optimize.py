@@ -27,7 +27,7 @@ def test_a_better_config_is_found_and_confirmed(make: Any) -> None:
     assert outcome.exit_code == 0
     assert "max_num_batched_tokens 2048 -> " in outcome.sentence
     assert "confirmed on fresh runs (4 pairs)" in outcome.sentence
-    assert "(-92 % [-92, -92])" in outcome.sentence
+    assert "(-93 % [-93, -93])" in outcome.sentence
     assert notebook.phases == ["baseline", "search", "confirmation"]
     assert target.open_now == 0
     first = optimizer.study.results[0]
