@@ -3,7 +3,7 @@
     python -m benchmarks.doctor.cures DIR…     write verified.json and the table of the docs
     python -m benchmarks.doctor.cures          write the table anew from verified.json
 
-Nothing is measured here. ``verified.json`` is where the doctor takes the standing of each prescription from.
+Nothing is measured here. ``verified.json`` is where the doctor takes each verification status from.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def is_current(proof: Mapping[str, Any], book: Playbook) -> bool:
 
 def tables(books: Sequence[Playbook], proofs: Proofs) -> Iterator[str]:
     """Markdown: every experiment with what was claimed and found; then what has no proof, and why."""
-    yield "| symptom | tried | on | claimed | found | standing |"
+    yield "| symptom | tried | on | claimed | found | status |"
     yield "|---|---|---|---|---|---|"
     for proof in proofs:
         _, _, found = str(proof["headline"]).partition(": ")

@@ -156,7 +156,7 @@ def run_playbook(
 
 def _exit_code(proofs: Sequence[Proof], fail_on_inconclusive: bool) -> int:
     verdicts = {proof.verdict for proof in proofs if proof.verdict != "refuted"}
-    if any(proof.standing == "refuted" for proof in proofs):
+    if any(proof.verification == "refuted" for proof in proofs):
         return REFUTED
     if "not reproduced" in verdicts:
         return NOT_REPRODUCED

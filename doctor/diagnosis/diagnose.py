@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from doctor.diagnosis.engine_view import Patient, patients, with_baseline
+from doctor.diagnosis.engine_view import EngineView, engine_views, with_baseline
 from doctor.diagnosis.finding import CannotTell, Diagnosis, Evidence, Finding
 from doctor.diagnosis.fleet import fleets
 from doctor.diagnosis.judged_objectives import JudgedObjectives, judged_objectives
@@ -47,25 +47,25 @@ def diagnose(
     objectives = slo if isinstance(slo, JudgedObjectives) else judged_objectives(slo)
     observation = source.observe(window, objectives.values)
     books = [book for book in (load_all() if playbooks is None else playbooks) if book.when.parts]
-    examined = patients(observation, flags, objectives, log, assume or {}, kind)
+    examined = engine_views(observation, flags, objectives, log, assume or {}, kind)
     if baseline is not None:
         earlier = baseline.observe(None, objectives.values)
         examined = with_baseline(
-            examined, patients(earlier, baseline_flags, objectives, None, assume or {}, kind)
+            examined, engine_views(earlier, baseline_flags, objectives, None, assume or {}, kind)
         )
     findings: list[Finding] = []
     cannot_tell: list[CannotTell] = []
-    for patient in examined:
+    for view in examined:
         own: list[tuple[Playbook, Finding]] = []
         for book in books:
-            truth = book.when.judge(patient.lookup)
+            truth = book.when.judge(view.lookup)
             if truth.value:
-                own.append((book, _finding(book, patient)))
-            elif truth.value is None and not patient.excuses(truth.missing):
-                cannot_tell.append(CannotTell(book.id, book.severity, patient.name, truth.missing))
+                own.append((book, _finding(book, view)))
+            elif truth.value is None and not view.excuses(truth.missing):
+                cannot_tell.append(CannotTell(book.id, book.severity, view.name, truth.missing))
         findings += _explain(own)
     findings = ranked(findings)
-    idle = all(patient.idle for patient in examined)
+    idle = all(view.idle for view in examined)
     return Diagnosis(
         source=observation.name,
         family=observation.family,
@@ -76,32 +76,32 @@ def diagnose(
         cannot_tell=tuple(cannot_tell),
         healthy=_healthy(findings, cannot_tell),
         idle=idle,
-        engines=tuple(patient.name for patient in examined),
+        engines=tuple(view.name for view in examined),
         notes=(*observation.notes, *objectives.notes, *_remarks(examined)),
         fleets=fleets(observation.evaluator, examined),
     )
 
 
-def _finding(book: Playbook, patient: Patient) -> Finding:
+def _finding(book: Playbook, view: EngineView) -> Finding:
     evidence = []
     for name in book.signals:
-        reading = patient.readings[name]
+        reading = view.readings[name]
         if isinstance(reading, Number):
             unit = SIGNALS[name].unit
-            evidence.append(Evidence(name, reading.point, unit, patient.queries[name], _bound_note(reading)))
+            evidence.append(Evidence(name, reading.point, unit, view.queries[name], _bound_note(reading)))
     named = set(book.when.names)
     return Finding(
         id=book.id,
         severity=book.severity,
-        title=book.named(patient.lookup),
-        instance=patient.name,
-        model=patient.group.model_name,
-        engine=patient.group.engine,
+        title=book.named(view.lookup),
+        instance=view.name,
+        model=view.group.model_name,
+        engine=view.group.engine,
         evidence=tuple(evidence),
-        flags={name: flag for name, flag in patient.flags.known.items() if name in named},
-        prescriptions=prescriptions(book, patient),
+        flags={name: flag for name, flag in view.flags.known.items() if name in named},
+        prescriptions=prescriptions(book, view),
         expect=book.expect,
-        toll=book.cost.of(patient.lookup) if book.cost else None,
+        toll=book.cost.of(view.lookup) if book.cost else None,
     )
 
 
@@ -164,13 +164,13 @@ def _healthy(findings: Sequence[Finding], cannot_tell: Sequence[CannotTell]) -> 
     return all("elsewhere" in kinds or kinds <= {"assumption", "peers"} for kinds in unknown)
 
 
-def _remarks(examined: Sequence[Patient]) -> list[str]:
+def _remarks(examined: Sequence[EngineView]) -> list[str]:
     """What limits the diagnosis without being a finding."""
     notes = []
-    for patient in examined:
-        restarts, requests = (patient.readings[name] for name in ("restarts", "first_tokens"))
+    for view in examined:
+        restarts, requests = (view.readings[name] for name in ("restarts", "first_tokens"))
         if isinstance(restarts, Number) and restarts.point >= 1:
-            notes.append(f"{patient.name}: the counters restarted {restarts.point:g} time(s) in the window")
+            notes.append(f"{view.name}: the counters restarted {restarts.point:g} time(s) in the window")
         if isinstance(requests, Number) and 0.5 <= requests.point < FEW_REQUESTS:
-            notes.append(f"{patient.name}: only {requests.point:.0f} requests, so percentiles are rough")
+            notes.append(f"{view.name}: only {requests.point:.0f} requests, so percentiles are rough")
     return notes

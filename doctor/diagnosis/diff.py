@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from doctor.diagnosis.diagnose import diagnose
-from doctor.diagnosis.engine_view import Patient, patients
+from doctor.diagnosis.engine_view import EngineView, engine_views
 from doctor.diagnosis.finding import Diagnosis
 from doctor.diagnosis.judged_objectives import JudgedObjectives
 from doctor.diagnosis.quantity import quantity
@@ -142,10 +142,10 @@ def difference(before: Side, after: Side, slo: JudgedObjectives) -> Difference:
     return Difference(a, b, tuple(changes), came, tuple(item for item in found_a if item not in found_b))
 
 
-def _look(side: Side, slo: JudgedObjectives) -> tuple[Diagnosis, list[Patient]]:
+def _look(side: Side, slo: JudgedObjectives) -> tuple[Diagnosis, list[EngineView]]:
     observation = side.source.observe(None, slo.values)
     diagnosis = diagnose(Observed(observation), side.flags, slo, log=side.log)
-    return diagnosis, patients(observation, side.flags, slo, side.log, {}, None)
+    return diagnosis, engine_views(observation, side.flags, slo, side.log, {}, None)
 
 
 def _servers(a: Diagnosis, b: Diagnosis) -> list[Change]:
@@ -154,20 +154,20 @@ def _servers(a: Diagnosis, b: Diagnosis) -> list[Change]:
 
 
 def _pairs(
-    old: Sequence[Patient], new: Sequence[Patient]
-) -> list[tuple[str, Patient | None, Patient | None]]:
+    old: Sequence[EngineView], new: Sequence[EngineView]
+) -> list[tuple[str, EngineView | None, EngineView | None]]:
     """Engines of both windows; where each has just one, they are compared whatever they are called."""
     if len(old) == len(new) == 1:
         return [("", old[0], new[0])]
-    before: dict[Group, Patient] = {patient.group: patient for patient in old}
-    after = {patient.group: patient for patient in new}
+    before: dict[Group, EngineView] = {view.group: view for view in old}
+    after = {view.group: view for view in new}
     return [
         ((after.get(group) or before[group]).name, before.get(group), after.get(group))
         for group in sorted(before.keys() | after.keys())
     ]
 
 
-def _facts(engine: str, old: Patient, new: Patient) -> list[Change]:
+def _facts(engine: str, old: EngineView, new: EngineView) -> list[Change]:
     """Model, flags, restarts."""
     changes = []
     if old.group.model_name != new.group.model_name:
@@ -189,7 +189,7 @@ def _value(flag: Flag) -> float | str:
     return float(flag.value) if isinstance(flag.value, int | float) else str(flag.value)
 
 
-def _figures(engine: str, old: Patient, new: Patient) -> list[Change]:
+def _figures(engine: str, old: EngineView, new: EngineView) -> list[Change]:
     """Signals that differ by more than chance: requests are counted, so a mean of n is good to 1/sqrt(n)."""
     counts = [reading.point for p in (old, new) if isinstance(reading := p.readings["first_tokens"], Number)]
     chance = 2 * math.sqrt(sum(1 / max(count, 1.0) for count in counts))

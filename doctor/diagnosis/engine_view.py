@@ -20,7 +20,7 @@ from servers.reading import Missing, Number, Reading
 
 
 @dataclass(frozen=True)
-class Patient:
+class EngineView:
     """One engine with everything that rules may ask about it."""
 
     group: Group
@@ -30,7 +30,7 @@ class Patient:
     flags: Flags
     constants: Mapping[str, float]
     """SLOs, assumptions, and what a log, a benchmark or a baseline told."""
-    baseline: Patient | None = None
+    baseline: EngineView | None = None
     """The same engine in an earlier recording."""
 
     def lookup(self, name: str) -> Reading:
@@ -74,14 +74,14 @@ class Patient:
         return bool(known) and not any(known)
 
 
-def patients(
+def engine_views(
     observation: Observation,
     given: Mapping[str, Any] | None,
     slo: JudgedObjectives,
     log: LogFacts | None,
     assume: Mapping[str, float],
     kind: ServerKind | None,
-) -> list[Patient]:
+) -> list[EngineView]:
     evaluator = observation.evaluator
     read = evaluator.read_all(list(SIGNALS.values()))
     queries = {name: evaluator.query(signal) for name, signal in SIGNALS.items()}
@@ -94,7 +94,7 @@ def patients(
         drafts = _drafts({name: values[group] for name, values in read.items()}, queries, flags)
         readings = {name: values[group] for name, values in read.items()} | drafts[0]
         seen.append(
-            Patient(
+            EngineView(
                 group,
                 _name(group, evaluator.groups, observation.name),
                 readings,
@@ -106,21 +106,21 @@ def patients(
     return seen
 
 
-def with_baseline(examined: Sequence[Patient], baseline: Sequence[Patient]) -> list[Patient]:
+def with_baseline(examined: Sequence[EngineView], baseline: Sequence[EngineView]) -> list[EngineView]:
     """Each engine beside itself in an earlier recording: the same labels, or the only one there was."""
-    before = {patient.group: patient for patient in baseline}
+    before = {view.group: view for view in baseline}
     compared = []
-    for patient in examined:
-        old = before.get(patient.group) or (baseline[0] if len(baseline) == 1 else None)
-        facts = {} if old is None else _against(patient, old)
-        compared.append(replace(patient, baseline=old, constants={**patient.constants, **facts}))
+    for view in examined:
+        old = before.get(view.group) or (baseline[0] if len(baseline) == 1 else None)
+        facts = {} if old is None else _against(view, old)
+        compared.append(replace(view, baseline=old, constants={**view.constants, **facts}))
     return compared
 
 
-def _against(patient: Patient, old: Patient) -> dict[str, float]:
+def _against(view: EngineView, old: EngineView) -> dict[str, float]:
     """Whether the model is another, and how much larger the KV pool is."""
-    facts = {"model_changed": float(patient.group.model_name != old.group.model_name)}
-    pools = [p.flags.reading("kv_cache_tokens") for p in (patient, old)]
+    facts = {"model_changed": float(view.group.model_name != old.group.model_name)}
+    pools = [p.flags.reading("kv_cache_tokens") for p in (view, old)]
     if isinstance(pools[0], Number) and isinstance(pools[1], Number) and pools[1].point > 0:
         facts["pool_change"] = pools[0].point / pools[1].point
     return facts

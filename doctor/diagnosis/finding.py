@@ -46,8 +46,8 @@ class Prescription:
     """Flags it was computed from that nobody told us, with where the value is from."""
     remedy: int = 0
     """Which of the playbook's cures it is."""
-    standing: str = "not verified"
-    """Whether an experiment has proven it: as :func:`doctor.diagnosis.verification_status.standing` says."""
+    verification: str = "not verified"
+    """Whether an experiment has proven it: as :func:`doctor.diagnosis.verification_status.verification_of` says."""
 
 
 @dataclass(frozen=True)
@@ -187,8 +187,8 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
                 "args": p.args,
                 "text": p.text,
                 "uncertain": dict(p.uncertain),
-                "standing": p.standing,
-                "verified": p.standing.startswith("verified"),
+                "standing": p.verification,
+                "verified": p.verification.startswith("verified"),
             }
             for p in finding.prescriptions
         ],

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from doctor.diagnosis.engine_view import Patient
+from doctor.diagnosis.engine_view import EngineView
 from doctor.metrics.evaluators import Evaluator, Group
 from doctor.metrics.signals import SIGNALS
 from servers.reading import Number
@@ -42,9 +42,9 @@ class Fleet:
     figures: tuple[Figure, ...]
 
 
-def fleets(evaluator: Evaluator, examined: Sequence[Patient]) -> tuple[Fleet, ...]:
+def fleets(evaluator: Evaluator, examined: Sequence[EngineView]) -> tuple[Fleet, ...]:
     """One for every model that several engines serve. Raises SourceError."""
-    sizes = Counter(patient.group.model_name for patient in examined)
+    sizes = Counter(view.group.model_name for view in examined)
     shared = sorted(model for model, size in sizes.items() if size > 1)
     if not shared:
         return ()
@@ -54,7 +54,7 @@ def fleets(evaluator: Evaluator, examined: Sequence[Patient]) -> tuple[Fleet, ..
     queries = {signal.name: whole.query(signal) for signal in signals}
     found = []
     for model in shared:
-        own = [patient for patient in examined if patient.group.model_name == model]
+        own = [view for view in examined if view.group.model_name == model]
         values = {name: read[name].get(Group("", model, "")) for name in FIGURES}
         known = {name: value.point for name, value in values.items() if isinstance(value, Number)}
         figures = [_figure(name, known[name], queries[name], own) for name in known]
@@ -62,7 +62,7 @@ def fleets(evaluator: Evaluator, examined: Sequence[Patient]) -> tuple[Fleet, ..
     return tuple(found)
 
 
-def _figure(name: str, value: float, query: str, engines: Sequence[Patient]) -> Figure | None:
+def _figure(name: str, value: float, query: str, engines: Sequence[EngineView]) -> Figure | None:
     own: Mapping[str, float] = {
         engine.name: reading.point
         for engine in engines

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from doctor.diagnosis.engine_view import Patient
+from doctor.diagnosis.engine_view import EngineView
 from doctor.diagnosis.finding import Prescription
 from doctor.diagnosis.playbook import Playbook, Remedy
-from doctor.diagnosis.verification_status import standing
+from doctor.diagnosis.verification_status import verification_of
 from loadgen.measure.rounding import significant
 from servers import flag_rules
 from servers.expression import Comparison, Lookup
@@ -18,39 +18,39 @@ from servers.known_flags import SWITCHES, Flags
 from servers.reading import Number, Reading
 
 
-def prescriptions(book: Playbook, patient: Patient) -> tuple[Prescription, ...]:
+def prescriptions(book: Playbook, view: EngineView) -> tuple[Prescription, ...]:
     """The remedies that apply here, as exact flags."""
     built = []
     for number, remedy in enumerate(book.remedies):
-        needed = remedy.needs.judge(patient.lookup)
+        needed = remedy.needs.judge(view.lookup)
         if needed.value is False or any(item.kind != "flag" for item in needed.missing):
             continue
         # Undecided only because a flag is not known: prescribed with the condition in words.
-        condition = None if needed.value else _condition(remedy, patient)
-        if condition is not None and not _computable(remedy, patient):
+        condition = None if needed.value else _condition(remedy, view)
+        if condition is not None and not _computable(remedy, view):
             continue
-        prescription = _prescription(remedy, patient, condition)
+        prescription = _prescription(remedy, view, condition)
         if prescription is not None:
-            built.append(replace(prescription, remedy=number, standing=standing(book, number)))
+            built.append(replace(prescription, remedy=number, verification=verification_of(book, number)))
     return tuple(built)
 
 
-def _computable(remedy: Remedy, patient: Patient) -> bool:
+def _computable(remedy: Remedy, view: EngineView) -> bool:
     """Whether a conditional cure has a value to name, not computed from a guess that breaks the condition."""
-    if remedy.needs.judge(_points(patient.lookup)).value:
+    if remedy.needs.judge(_points(view.lookup)).value:
         return True
     settings = [setting for setting in remedy.settings.values() if not isinstance(setting, str)]
-    known = patient.flags.known
+    known = view.flags.known
     guessed = {name for name, flag in known.items() if not flag.number.exact}
     return not any(setting.names & guessed for setting in settings)
 
 
-def _condition(remedy: Remedy, patient: Patient) -> str:
+def _condition(remedy: Remedy, view: EngineView) -> str:
     """The needs that hang on a flag nobody told us, with what can be computed computed."""
     words = []
     for part in remedy.needs.parts:
-        if part.judge(patient.lookup).value is None and isinstance(part, Comparison):
-            limit = part.right.value(_points(patient.lookup))
+        if part.judge(view.lookup).value is None and isinstance(part, Comparison):
+            limit = part.right.value(_points(view.lookup))
             shown = significant(limit.point) if isinstance(limit, Number) else part.right.text
             words.append(f"{part.left.text} {part.operator} {shown}")
     return "only if " + " and ".join(words)
@@ -66,10 +66,10 @@ def _points(lookup: Lookup) -> Lookup:
     return point
 
 
-def _prescription(remedy: Remedy, patient: Patient, condition: str | None) -> Prescription | None:
+def _prescription(remedy: Remedy, view: EngineView, condition: str | None) -> Prescription | None:
     """None where the server has none of the flags, or where nothing would change."""
-    flags = patient.flags
-    wanted = _wanted(remedy, patient)
+    flags = view.flags
+    wanted = _wanted(remedy, view)
     if wanted is None:
         return None
     refused = [reason for name in wanted if (reason := flags.unavailable(name))]
@@ -93,14 +93,14 @@ def _prescription(remedy: Remedy, patient: Patient, condition: str | None) -> Pr
     return Prescription(changes, was, flags.kind.spelling.arguments(changes), text, uncertain)
 
 
-def _wanted(remedy: Remedy, patient: Patient) -> dict[str, Any] | None:
+def _wanted(remedy: Remedy, view: EngineView) -> dict[str, Any] | None:
     """New flag values (None: drop the flag); None where one of them cannot be computed."""
     wanted: dict[str, Any] = dict.fromkeys(remedy.unset)
     for name, setting in remedy.settings.items():
         if isinstance(setting, str):
             wanted[name] = setting
             continue
-        number = setting.value(_points(patient.lookup))
+        number = setting.value(_points(view.lookup))
         if not isinstance(number, Number) or not math.isfinite(number.point):
             return None
         wanted[name] = _rounded(name, number.point)

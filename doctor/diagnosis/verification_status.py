@@ -18,7 +18,7 @@ NOT_VERIFIED = "not verified"
 _ORDER = ("verified", "verified in simulation", "refuted")
 
 
-def standing(book: Playbook, remedy: int) -> str:
+def verification_of(book: Playbook, remedy: int) -> str:
     """``verified``, ``verified in simulation``, ``refuted`` or ``not verified``.
 
     A proof counts only for the very cure that was tried: one that was reworded since is not verified.

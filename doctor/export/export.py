@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from doctor.diagnosis.engine_view import patients
+from doctor.diagnosis.engine_view import engine_views
 from doctor.diagnosis.judged_objectives import judged_objectives
 from doctor.export.compile import RuleCompiler
 from doctor.metrics.promql import PromQL
@@ -42,7 +42,7 @@ def compiler(
     constants = {**objectives.values, **(assume or {})}
     if source is not None:
         observation = source.observe(None, objectives.values)
-        examined = patients(observation, flags, objectives, log, assume or {}, None)
+        examined = engine_views(observation, flags, objectives, log, assume or {}, None)
         promql = replace(promql, available=observation.evaluator.available)
         return RuleCompiler(promql, examined[0].flags, constants)
     if version is not None:

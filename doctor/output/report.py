@@ -99,9 +99,11 @@ def _evidence(item: Evidence, queries: bool) -> list[str]:
 def prescription_lines(item: Prescription) -> list[str]:
     """One remedy: the flags or the advice, then why and with what reservations."""
     if not item.changes:
-        return [f"do: {item.text}   [{_STATUS_WORDS[item.standing]}]"]
+        return [f"do: {item.text}   [{_STATUS_WORDS[item.verification]}]"]
     was = ", ".join(f"{name} was {_plain(value)}" for name, value in item.was.items() if value is not None)
-    lines = [f"try: {item.args}" + (f"   ({was})" if was else "") + f"   [{_STATUS_WORDS[item.standing]}]"]
+    lines = [
+        f"try: {item.args}" + (f"   ({was})" if was else "") + f"   [{_STATUS_WORDS[item.verification]}]"
+    ]
     if item.text:
         lines.append(f"     {item.text}")
     if item.uncertain:

@@ -91,7 +91,7 @@ class Proof:
     """Whether the runs may not be believed; ``notes`` say why."""
 
     @property
-    def standing(self) -> str:
+    def verification(self) -> str:
         """What this says about the cure: verified, verified in simulation, refuted, or not verified."""
         good, bad = ("refuted", "verified") if self.folklore else ("verified", "refuted")
         if self.verdict == good:
@@ -130,7 +130,7 @@ class Proof:
     def to_json(self) -> dict[str, Any]:
         """Plain values; nan and infinity become None."""
         found: dict[str, Any] = finite(
-            {"schema": SCHEMA, **asdict(self), "standing": self.standing, "headline": self.headline}
+            {"schema": SCHEMA, **asdict(self), "standing": self.verification, "headline": self.headline}
         )
         return found
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.doctor.cures import PAGE, VERIFIED, is_current, tables, with_table
 from doctor.diagnosis.playbook import load_all
-from doctor.diagnosis.verification_status import NOT_VERIFIED, SCHEMA, standing
+from doctor.diagnosis.verification_status import NOT_VERIFIED, SCHEMA, verification_of
 
 BOOKS = load_all()
 BY_ID = {book.id: book for book in BOOKS}
@@ -39,7 +39,7 @@ def test_no_prescription_stands_refuted() -> None:
         f"{book.id} {number}"
         for book in BOOKS
         for number in range(len(book.remedies))
-        if standing(book, number) == "refuted"
+        if verification_of(book, number) == "refuted"
     ]
     assert refuted == []
 
@@ -48,5 +48,5 @@ def test_most_prescriptions_that_name_flags_were_tried() -> None:
     typed = [
         (book, n) for book in BOOKS for n, cure in enumerate(book.remedies) if cure.settings or cure.unset
     ]
-    tried = [pair for pair in typed if standing(*pair) != NOT_VERIFIED]
+    tried = [pair for pair in typed if verification_of(*pair) != NOT_VERIFIED]
     assert len(tried) >= 0.8 * len(typed)

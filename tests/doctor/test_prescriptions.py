@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from doctor.diagnosis.engine_view import Patient
+from doctor.diagnosis.engine_view import EngineView
 from doctor.diagnosis.finding import Prescription
 from doctor.diagnosis.playbook import Playbook, load_all
 from doctor.diagnosis.prescribe import prescriptions
@@ -99,13 +99,13 @@ def command(chance: Random) -> dict[str, Any]:
     return {name: value for name, value in flags.items() if value is not None}
 
 
-def patient(chance: Random) -> Patient:
+def view(chance: Random) -> EngineView:
     kind = chance.choice([VLLM, VLLM, BUNDLED, SGLANG])
     cpu = {"block_size": "128", "user_specified_block_size": "False"}
     config = chance.choice([{}, {"block_size": "16"}, cpu])
     given = command(chance) if chance.random() < 0.8 else None
     slo = chance.choice([0.02, 0.05, 0.2, math.inf])
-    return Patient(
+    return EngineView(
         group=Group("host:1", "m", "0"),
         name="host:1",
         readings=readings(chance),
@@ -172,7 +172,7 @@ def check(book: Playbook, prescription: Prescription, flags: Flags) -> None:
 def test_every_prescription_is_one_that_the_server_takes(book: Playbook) -> None:
     made = 0
     for seed in range(400):
-        examined = patient(Random(seed))
+        examined = view(Random(seed))
         for prescription in prescriptions(book, examined):
             made += 1
             try:

@@ -66,7 +66,7 @@ def capped() -> Proof:
 
 
 def test_the_doctors_own_prescription_is_what_is_tried(capped: Proof) -> None:
-    assert (capped.verdict, capped.standing) == ("verified", "verified in simulation")
+    assert (capped.verdict, capped.verification) == ("verified", "verified in simulation")
     assert (capped.symptom.rank, capped.symptom.found[0]) == (1, "seq-cap")
     assert capped.prescribed == "--max-num-seqs 8"
     assert capped.before == "vllm serve 'an 8B Llama' --max-num-seqs 2"
@@ -89,12 +89,12 @@ def test_a_proof_survives_being_saved(capped: Proof) -> None:
 
 def test_what_is_promised_and_does_not_come_refutes_the_page() -> None:
     refuted = proven(page("seq-cap", CAPPED, '{itl_p50: "-50%"}'))
-    assert (refuted.verdict, refuted.standing) == ("refuted", "refuted")
+    assert (refuted.verdict, refuted.verification) == ("refuted", "refuted")
 
 
 def test_a_symptom_that_does_not_show_proves_nothing() -> None:
     healthy = proven(page("seq-cap", CAPPED.replace("max_num_seqs: 2", "max_num_seqs: 64")))
-    assert (healthy.verdict, healthy.standing, healthy.pairs) == ("not reproduced", "not verified", 0)
+    assert (healthy.verdict, healthy.verification, healthy.pairs) == ("not reproduced", "not verified", 0)
     assert healthy.headline == "not reproduced: the doctor found nothing"
 
 
@@ -104,7 +104,7 @@ def test_folklore_is_refuted_by_following_it() -> None:
             "myth-swapping", CAPPED + "  instead: {engine: {swap_space: 64}}\n  folklore: {ttft_p95: falls}\n"
         )
     )
-    assert (proof.verdict, proof.standing, proof.folklore) == ("refuted", "verified in simulation", True)
+    assert (proof.verdict, proof.verification, proof.folklore) == ("refuted", "verified in simulation", True)
     assert proof.headline.startswith("refuted (the folklore) in simulation: TTFT P95 +0 %")
 
 
@@ -203,7 +203,7 @@ def test_every_prescription_says_whether_it_was_verified(proofs: list[Mapping[st
 
 def test_a_cure_that_was_reworded_is_not_verified(proofs: list[Mapping[str, Any]]) -> None:
     proofs.append({"playbook": "seq-cap", "remedy_print": "another", "standing": "verified"})
-    assert verification_status.standing(BOOKS["seq-cap"], 0) == "not verified"
+    assert verification_status.verification_of(BOOKS["seq-cap"], 0) == "not verified"
 
 
 # The command.
