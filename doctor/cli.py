@@ -28,7 +28,7 @@ doctor_app.command("diff")(diff_command)
 doctor_app.command("verify")(verify_command)
 
 
-class Format(StrEnum):
+class DoctorFormat(StrEnum):
     text = "text"
     json = "json"
     markdown = "markdown"
@@ -99,8 +99,9 @@ def doctor(
         str | None, typer.Option(help="... and until when; now, or the recording's end.")
     ] = None,
     format: Annotated[
-        Format, typer.Option(help="text for people, json for programs, markdown for issues, junit for CI.")
-    ] = Format.text,
+        DoctorFormat,
+        typer.Option(help="text for people, json for programs, markdown for issues, junit for CI."),
+    ] = DoctorFormat.text,
     watch: Annotated[
         bool,
         typer.Option("--watch", help="Judge again and again until Ctrl-C; without a terminal, as lines."),
@@ -131,7 +132,7 @@ def doctor(
     if context.invoked_subcommand is not None:
         return
     from doctor.diagnosis.diagnose import diagnose
-    from doctor.metrics.period import period, seconds
+    from doctor.metrics.period import period, window_seconds
     from doctor.metrics.sources import SeriesFile
     from servers.kinds import BUNDLED
     from servers.server_log import read_log
@@ -148,14 +149,16 @@ def doctor(
                 slo,
                 log=read_log(log) if log is not None else None,
                 assume=assumptions(assume or []),
-                window=None if window is None else seconds(window),
+                window=None if window is None else window_seconds(window),
                 baseline=None if baseline is None else SeriesFile(baseline),
                 baseline_flags=None if before is None else before.flags,
                 kind=BUNDLED if command is not None and command.kind is BUNDLED else None,
             )
 
         if watch:
-            pause = seconds(interval, "--interval") if interval else 2.0 if prometheus is None else 15.0
+            pause = (
+                window_seconds(interval, "--interval") if interval else 2.0 if prometheus is None else 15.0
+            )
             source = _rolling(source)
             diagnosis = _watch(judge, pause, format)
         else:
@@ -174,7 +177,7 @@ def _rolling(source: Source) -> Source:
     return RollingMetrics(source) if isinstance(source, MetricsUrl) else source
 
 
-def _watch(judge: Callable[[], Diagnosis], pause: float, format: Format) -> Diagnosis:
+def _watch(judge: Callable[[], Diagnosis], pause: float, format: DoctorFormat) -> Diagnosis:
     import json
     from datetime import datetime
 
@@ -182,12 +185,12 @@ def _watch(judge: Callable[[], Diagnosis], pause: float, format: Format) -> Diag
     from doctor.output.watch import line, screen, watch
     from servers.errors import SourceError
 
-    if format not in (Format.text, Format.json):
+    if format not in (DoctorFormat.text, DoctorFormat.json):
         raise OptionError(f"--watch writes text or json, not {format.value}")
 
     def show(seen: Diagnosis | SourceError) -> None:
         now = datetime.now()
-        if format is Format.json:
+        if format is DoctorFormat.json:
             document = seen.to_json() if isinstance(seen, Diagnosis) else {"error": str(seen)}
             typer.echo(json.dumps({"at": now.astimezone().isoformat(), **document}, allow_nan=False))
         elif sys.stdout.isatty():
@@ -202,7 +205,7 @@ def _watch(judge: Callable[[], Diagnosis], pause: float, format: Format) -> Diag
     return last
 
 
-def _print(diagnosis: Diagnosis, format: Format, queries: bool, fail_on: Threshold | None) -> None:
+def _print(diagnosis: Diagnosis, format: DoctorFormat, queries: bool, fail_on: Threshold | None) -> None:
     import json
 
     from doctor.diagnosis.playbook import load_all
@@ -213,13 +216,13 @@ def _print(diagnosis: Diagnosis, format: Format, queries: bool, fail_on: Thresho
     if sys.stderr.isatty():
         typer.echo("\r", nl=False, err=True)
     match format:
-        case Format.json:
+        case DoctorFormat.json:
             typer.echo(json.dumps(diagnosis.to_json(), indent=2, allow_nan=False))
-        case Format.markdown:
+        case DoctorFormat.markdown:
             typer.echo(as_markdown(diagnosis, queries=queries), nl=False)
-        case Format.junit:
+        case DoctorFormat.junit:
             typer.echo(as_junit(diagnosis, load_all(), fail_on.value if fail_on else "warning"), nl=False)
-        case Format.text:
+        case DoctorFormat.text:
             typer.echo(as_text(diagnosis, queries=queries), nl=False)
 
 

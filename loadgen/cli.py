@@ -194,12 +194,12 @@ def _write(
 def _print(records: Records, bounds: Sequence[Bound], format: RunFormat) -> bool:
     """Whether a bound is missed."""
     from loadgen.output.exports import run_cases
-    from loadgen.output.report import print_report
+    from loadgen.output.report import print_run
 
     cases = list(run_cases(records, bounds)) if bounds else []
     try:
         if format is RunFormat.TEXT:
-            print_report(records, sys.stdout)
+            print_run(records, sys.stdout)
             for case in cases:
                 typer.echo(f"SLO      {case.failure or case.skipped or case.text}")
         else:
@@ -215,7 +215,7 @@ def _formatted(records: Records, bounds: Sequence[Bound], format: RunFormat) -> 
 
     match format:
         case RunFormat.MARKDOWN:
-            return report.markdown(records).rstrip("\n")
+            return report.run_markdown(records).rstrip("\n")
         case RunFormat.CSV:
             return exports.requests_csv(records).rstrip("\n")
         case RunFormat.JUNIT:
@@ -223,4 +223,4 @@ def _formatted(records: Records, bounds: Sequence[Bound], format: RunFormat) -> 
         case RunFormat.BENCHER:
             return json.dumps(exports.run_benchmark(records), indent=2)
         case _:
-            return json.dumps(report.to_json(records), indent=2)
+            return json.dumps(report.run_json(records), indent=2)

@@ -18,7 +18,7 @@ from loadgen.measure.estimator import (
     estimate_runs,
     floor_of,
     holm,
-    judge,
+    judge_estimate,
     overall,
     run_value,
     samples_needed,
@@ -54,7 +54,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedMetric:
     """One metric. ``a`` and ``b``: geometric means over the runs (totals for counts), in the metric's unit.
 
     ``ratio`` is B/A, ``low`` and ``high`` its interval at the comparison's confidence; all three are nan
@@ -86,7 +86,7 @@ class Comparison:
     """The answer. ``together``: both servers were up all the time; else they were restarted in turn."""
 
     verdict: Verdict
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedMetric, ...]
     pairs: tuple[Pair, ...] = field(repr=False)
     confidence: float = 0.95
     a: Mapping[str, Any] = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Comparison:
     together: bool = True
     notes: tuple[str, ...] = ()
 
-    def row(self, metric: str) -> Row:
+    def row(self, metric: str) -> ComparedMetric:
         """Raises FigureError for a metric that was not compared."""
         for row in self.rows:
             if row.metric == metric:
@@ -228,7 +228,7 @@ def compare_runs(
 
 def _rows(
     summaries: Sequence[tuple[Summary, Summary]], metrics: Sequence[str], confidence: float
-) -> tuple[Row, ...]:
+) -> tuple[ComparedMetric, ...]:
     """Holm's adjustment is over the metrics that have a p-value."""
     seen = [estimate_runs(*split_metric(metric), summaries, confidence) for metric in metrics]
     adjusted = iter(holm([found.p for found in seen if found.has_ratio]))
@@ -246,15 +246,19 @@ def _row(
     p: float,
     confidence: float,
     summaries: Sequence[tuple[Summary, Summary]],
-) -> Row:
-    verdict = judge(seen, p, alpha=1 - confidence)
+) -> ComparedMetric:
+    verdict = judge_estimate(seen, p, alpha=1 - confidence)
     name, cls = split_metric(metric)
     fewest = min(side.count(name, cls) for pair in summaries for side in pair)
     note = f"of {fewest} samples per run" if fewest < samples_needed(name) else ""
-    return Row(metric, seen.a, seen.b, seen.ratio, seen.low, seen.high, p, floor_of(metric), verdict, note)
+    return ComparedMetric(
+        metric, seen.a, seen.b, seen.ratio, seen.low, seen.high, p, floor_of(metric), verdict, note
+    )
 
 
-def _row_without_ratio(metric: str, seen: Estimate, summaries: Sequence[tuple[Summary, Summary]]) -> Row:
+def _row_without_ratio(
+    metric: str, seen: Estimate, summaries: Sequence[tuple[Summary, Summary]]
+) -> ComparedMetric:
     name, cls = split_metric(metric)
     if name in TOTALS:
         return _count_row(metric, summaries, seen.a, seen.b)
@@ -265,25 +269,27 @@ def _row_without_ratio(metric: str, seen: Estimate, summaries: Sequence[tuple[Su
     ]
     note = "; ".join(missing) + ": failed requests or no samples"
     nan = math.nan
-    return Row(metric, seen.a, seen.b, nan, nan, nan, nan, floor_of(metric), "inconclusive", note)
+    return ComparedMetric(metric, seen.a, seen.b, nan, nan, nan, nan, floor_of(metric), "inconclusive", note)
 
 
-def _count_row(metric: str, summaries: Sequence[tuple[Summary, Summary]], a: float, b: float) -> Row:
+def _count_row(
+    metric: str, summaries: Sequence[tuple[Summary, Summary]], a: float, b: float
+) -> ComparedMetric:
     """Totals: none on side B passes; more than on side A by more than chance is a regression."""
     name, cls = split_metric(metric)
     nan = math.nan
     if b <= a:
-        return Row(metric, a, b, nan, nan, nan, nan, 0.0, "pass")
+        return ComparedMetric(metric, a, b, nan, nan, nan, nan, 0.0, "pass")
     if name == "failed":
         total_a, total_b = (
             sum(side.value("measured", cls) for side in sides) for sides in zip(*summaries, strict=True)
         )
         p = _more_failures(int(a), int(total_a), int(b), int(total_b))
         verdict: Verdict = "regress" if p < 0.05 else "inconclusive"
-        return Row(
+        return ComparedMetric(
             metric, a, b, nan, nan, nan, p, 0.0, verdict, f"of {total_a:.0f} and {total_b:.0f} requests"
         )
-    return Row(metric, a, b, nan, nan, nan, nan, 0.0, "regress")
+    return ComparedMetric(metric, a, b, nan, nan, nan, nan, 0.0, "regress")
 
 
 def _more_failures(failed_a: int, total_a: int, failed_b: int, total_b: int) -> float:

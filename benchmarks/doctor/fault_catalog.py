@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from doctor.diagnosis.experiment import Side, overlaid
+from doctor.diagnosis.experiment import ExperimentSide, overlaid
 
 HEALTHY = "healthy"
 
@@ -19,12 +19,12 @@ HEALTHY = "healthy"
 class Setup:
     """One server, or several, under load. ``sides`` beside the first run at the same time (live only)."""
 
-    sides: tuple[Side, ...]
+    sides: tuple[ExperimentSide, ...]
     slo: str | None = None
     assume: Mapping[str, float] = field(default_factory=dict)
     acceptance: float = 0.6
     """Of drafts, where they are simulated."""
-    earlier: Side | None = None
+    earlier: ExperimentSide | None = None
     """What ran before, for rules that compare with a baseline."""
 
 
@@ -50,7 +50,7 @@ def setup(*load: dict[str, Any], **details: Any) -> Setup:
     own: dict[str, Any] = {
         name: details.pop(name) for name in ("engine", "replicas", "routing", "timeout") if name in details
     }
-    first = overlaid(Side(), {**own, "load": list(load)})
+    first = overlaid(ExperimentSide(), {**own, "load": list(load)})
     beside = tuple(overlaid(first, changes) for changes in details.pop("beside", ()))
     earlier = details.pop("earlier", None)
     return Setup(

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.doctor.fault_catalog import CONTROLS, FAULTS, HEALTHY, Fault, Setup
 from benchmarks.doctor.prometheus import await_first_scrape, load_recordings, prometheus
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
-from doctor.diagnosis.experiment import BUNDLED, Side
+from doctor.diagnosis.experiment import BUNDLED, ExperimentSide
 from doctor.diagnosis.finding import Finding
 from doctor.metrics.sources import PrometheusSource, Scrapes
 from doctor.proof.experiment_load import schedule
@@ -143,7 +143,7 @@ def injected(fault: Fault, seconds: float, directory: Path) -> Diagnosis:
     return found
 
 
-def _send(server: Any, side: Side, seconds: float) -> None:
+def _send(server: Any, side: ExperimentSide, seconds: float) -> None:
     server.run(schedule(side.load, seed=1, seconds=seconds), drain=1.0)
 
 
@@ -166,7 +166,7 @@ def run_live(out: Path, seconds: float, budget: float, only: str) -> None:
         print(_line(outcome), flush=True)
 
 
-def simulated_records(setup: Setup, side: Side, seconds: float, seed: int) -> Records:
+def simulated_records(setup: Setup, side: ExperimentSide, seconds: float, seed: int) -> Records:
     stage = Stage(DEVICE, MODEL, acceptance=setup.acceptance)
     with opened(stage, side) as server:
         return server.run(schedule(side.load, seed=seed, seconds=seconds), drain=0.0)

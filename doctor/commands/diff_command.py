@@ -14,7 +14,7 @@ from loadgen.commands.options import with_options
 from servers.errors import OptionError
 
 if TYPE_CHECKING:
-    from doctor.diagnosis.diff import Side
+    from doctor.diagnosis.diff import DiffSide
     from doctor.metrics.period import Period
 
 
@@ -101,8 +101,8 @@ def _side(
     span: Period | None,
     flags: Mapping[str, Any] | None,
     log: Path | None,
-) -> Side:
-    from doctor.diagnosis.diff import Side
+) -> DiffSide:
+    from doctor.diagnosis.diff import DiffSide
     from doctor.metrics.sources import PrometheusSource, SeriesFile, Source
     from servers.server_log import read_log
 
@@ -112,4 +112,4 @@ def _side(
     else:
         assert path is not None
         source = SeriesFile(path, span)
-    return Side(source, flags, None if log is None else read_log(log))
+    return DiffSide(source, flags, None if log is None else read_log(log))

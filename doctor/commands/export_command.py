@@ -84,7 +84,7 @@ def export_dashboard(wanted: Exported, login: LogIn) -> None:
 def _compiler(wanted: Exported, selector: str, login: LogIn) -> RuleCompiler:
     """``selector``: what the exported rules select; a Prometheus is looked at with the one asked for."""
     from doctor.export.export import compiler
-    from doctor.metrics.period import seconds
+    from doctor.metrics.period import window_seconds
     from servers.server_log import read_log
 
     try:
@@ -98,7 +98,7 @@ def _compiler(wanted: Exported, selector: str, login: LogIn) -> RuleCompiler:
             wanted.slo,
             log=read_log(wanted.log) if wanted.log is not None else None,
             assume=assumptions(wanted.assume or []),
-            window=None if wanted.window is None else seconds(wanted.window),
+            window=None if wanted.window is None else window_seconds(wanted.window),
             selector=selector,
             version=wanted.vllm_version,
         )

@@ -105,7 +105,7 @@ def run_playbook(
     Exit codes: 0 verified (or folklore refuted, or inconclusive), 1 refuted, 2 bad usage or no server, 3 the
     symptom did not show, 4 inconclusive with --fail-on-inconclusive, 130 interrupted.
     """
-    from doctor.metrics.period import seconds as read_seconds
+    from doctor.metrics.period import window_seconds as read_seconds
     from doctor.proof.experiment_runner import Order, carry_out
     from doctor.proof.verify import Interrupted, Terms
     from loadgen.output.terminal import check_writable, interruptible

@@ -15,7 +15,7 @@ from loadgen.measure.rounding import significant
 from servers.expression import Expression, Lookup
 from servers.reading import Number
 
-Unit = Literal["delay", "tokens", "misplaced"]
+CostUnit = Literal["delay", "tokens", "misplaced"]
 NEGLIGIBLE = 0.05
 """Requests held up, below which nothing is said."""
 _PACE = ("tpot_mean", "itl_mean")
@@ -59,7 +59,7 @@ class Cost:
     requests that should be elsewhere, or here (``misplaced``)."""
 
     expression: Expression
-    unit: Unit = "delay"
+    unit: CostUnit = "delay"
 
     def of(self, lookup: Lookup) -> Toll | None:
         """None where the expression cannot be evaluated."""

@@ -21,9 +21,9 @@ from servers.logs.log_facts import LogFacts
 from servers.reading import Number
 
 SCHEMA = "vtune.doctor-diff/1"
-Kind = Literal["server", "traffic", "cache", "load", "latency"]
+ChangeKind = Literal["server", "traffic", "cache", "load", "latency"]
 
-_SIGNALS: Mapping[Kind, tuple[str, ...]] = {
+_SIGNALS: Mapping[ChangeKind, tuple[str, ...]] = {
     "traffic": ("request_rate", "prompt_tokens_mean", "output_tokens_mean"),
     "cache": ("prefix_hit_rate", "acceptance"),
     "load": ("running_mean", "waiting_mean", "kv_mean", "kv_max", "preemptions", "generation_rate"),
@@ -45,7 +45,7 @@ _NOT_FLAGS = {"kv_cache_tokens": "KV pool tokens", "num_gpu_blocks": "GPU blocks
 class Change:
     """One thing that is different. ``size`` ranks it: e-folds, or tenths of a share; 0 where only named."""
 
-    kind: Kind
+    kind: ChangeKind
     name: str
     engine: str
     before: float | str | None
@@ -116,7 +116,7 @@ class Observed(Source):
 
 
 @dataclass(frozen=True)
-class Side:
+class DiffSide:
     """One of the two windows, and what is known about the server then."""
 
     source: Source
@@ -124,7 +124,7 @@ class Side:
     log: LogFacts | None = None
 
 
-def difference(before: Side, after: Side, slo: JudgedObjectives) -> Difference:
+def difference(before: DiffSide, after: DiffSide, slo: JudgedObjectives) -> Difference:
     """Raises SourceError, PlaybookError."""
     (a, examined_a), (b, examined_b) = _look(before, slo), _look(after, slo)
     changes = _servers(a, b)
@@ -142,7 +142,7 @@ def difference(before: Side, after: Side, slo: JudgedObjectives) -> Difference:
     return Difference(a, b, tuple(changes), came, tuple(item for item in found_a if item not in found_b))
 
 
-def _look(side: Side, slo: JudgedObjectives) -> tuple[Diagnosis, list[EngineView]]:
+def _look(side: DiffSide, slo: JudgedObjectives) -> tuple[Diagnosis, list[EngineView]]:
     observation = side.source.observe(None, slo.values)
     diagnosis = diagnose(Observed(observation), side.flags, slo, log=side.log)
     return diagnosis, engine_views(observation, side.flags, slo, side.log, {}, None)

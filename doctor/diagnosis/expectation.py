@@ -75,7 +75,7 @@ def _made(text: str, kind: Kind, numbers: Sequence[float]) -> Expectation:
     return Expectation(text, "by", ratios[0], ratios[-1])
 
 
-def judge(expected: Expectation, seen: Estimate) -> Outcome:
+def judge_expectation(expected: Expectation, seen: Estimate) -> Outcome:
     """Whether ``seen`` is what was expected of its figure."""
     if expected.kind == "may":
         return "allowed"

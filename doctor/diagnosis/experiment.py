@@ -52,7 +52,7 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Side:
+class ExperimentSide:
     """Everything about one side of an experiment."""
 
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Side:
     model: str | None = None
     """Where it is another than the experiment's."""
 
-    def with_flags(self, changes: Mapping[str, Any]) -> Side:
+    def with_flags(self, changes: Mapping[str, Any]) -> ExperimentSide:
         """``changes`` laid over the flags; None drops one."""
         merged = {**self.engine, **changes}
         return replace(self, engine={name: value for name, value in merged.items() if value is not None})
@@ -76,7 +76,7 @@ class Side:
 class Experiment:
     """One way to bring a symptom about, and to show what its cure does."""
 
-    sick: Side
+    sick: ExperimentSide
     instead: Mapping[str, Any]
     """What the cure changes beside, or in place of, the flags that the doctor prescribes."""
     remedy: int | None
@@ -90,7 +90,7 @@ class Experiment:
     """What is expected of which figure, where the experiment sees more than ``expect`` says."""
     folklore: Mapping[str, str]
     """The same as a widespread belief has it, on a page that refutes it: ``instead`` does what it advises."""
-    earlier: Side | None
+    earlier: ExperimentSide | None
     """The time before, for rules that compare with a baseline."""
     acceptance: float
     """Of drafts, on a simulated device."""
@@ -101,7 +101,7 @@ class Experiment:
     def simulated(self) -> bool:
         return self.target.startswith(SIMULATED)
 
-    def cured(self, changes: Mapping[str, Any]) -> Side:
+    def cured(self, changes: Mapping[str, Any]) -> ExperimentSide:
         """The sick side with the prescribed flags, and with what stands for advice."""
         return overlaid(self.sick, self.instead).with_flags(changes)
 
@@ -126,7 +126,7 @@ def read_reproduction(value: Any) -> Reproduction:
     return Reproduction(tuple(_experiment(_mapping("an experiment", item)) for item in items))
 
 
-def overlaid(side: Side, changes: Mapping[str, Any]) -> Side:
+def overlaid(side: ExperimentSide, changes: Mapping[str, Any]) -> ExperimentSide:
     """``side`` with other flags laid over its own, and everything else replaced. Raises ExperimentError."""
     known = {**_SIDE, "engine": lambda key, value: dict(_mapping(key, value))}
     read = {key: _known(known, key)(key, value) for key, value in changes.items()}
@@ -137,7 +137,7 @@ def overlaid(side: Side, changes: Mapping[str, Any]) -> Side:
 def _experiment(given: Mapping[str, Any]) -> Experiment:
     side = {key: value for key, value in given.items() if key in {*_SIDE, "engine"} and key != "model"}
     rest = {key: _known(_OWN, key)(key, value) for key, value in given.items() if key not in side}
-    sick = overlaid(Side(), side)
+    sick = overlaid(ExperimentSide(), side)
     if not sick.load:
         raise ExperimentError("load: is missing; write a list of streams")
     earlier, instead = rest.get("earlier"), rest.get("instead", {})

@@ -47,7 +47,7 @@ class Prescription:
     remedy: int = 0
     """Which of the playbook's cures it is."""
     verification: str = "not verified"
-    """Whether an experiment has proven it: as :func:`doctor.diagnosis.verification_status.verification_of` says."""
+    """Whether an experiment has proven it, as ``verification_status.verification_of`` says."""
 
 
 @dataclass(frozen=True)

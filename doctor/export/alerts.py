@@ -8,7 +8,7 @@ from typing import Any
 
 from doctor.diagnosis.playbook import Playbook, Remedy
 from doctor.export.compile import RuleCompiler
-from doctor.metrics.promql import duration
+from doctor.metrics.promql import promql_duration
 from servers.metrics.catalog import ELSEWHERE, METRICS, OPTIONAL
 
 ABSENT_FOR = "10m"
@@ -120,6 +120,7 @@ def _must_exist(key: str, compiler: RuleCompiler) -> bool:
 def _absence(key: str, blinded: Sequence[str], compiler: RuleCompiler) -> dict[str, Any]:
     metric = METRICS[key]
     name = compiler.promql.names(metric, "_count" if metric.kind == "histogram" else "")[0]
+    window = promql_duration(compiler.promql.window_ms)
     return {
         "alert": "VtuneCannotTell",
         "expr": f"absent({compiler.promql.labels_of(name)})",
@@ -127,6 +128,6 @@ def _absence(key: str, blinded: Sequence[str], compiler: RuleCompiler) -> dict[s
         "labels": {"severity": "info", "metric": name},
         "annotations": {
             "summary": f"{name} is missing: {len(blinded)} rule(s) cannot be judged",
-            "description": f"Blind: {', '.join(blinded)}. Window {duration(compiler.promql.window_ms)}.",
+            "description": f"Not judged: {', '.join(blinded)}. Window {window}.",
         },
     }

@@ -21,7 +21,7 @@ from servers.reading import Number
 Value = float | str
 """A constant, or a PromQL vector with one element an engine."""
 
-Condition = bool | str
+PromCondition = bool | str
 """Constant, or a PromQL vector that has the engines for which it holds."""
 
 _ON = f"on ({', '.join(GROUP_LABELS)})"
@@ -43,7 +43,7 @@ class Compiled:
     ``unknown`` beside a query are names whose part of the rule was left out.
     """
 
-    query: Condition | None
+    query: PromCondition | None
     unknown: tuple[str, ...]
 
 
@@ -79,7 +79,7 @@ class RuleCompiler:
         suffix = "_count" if METRICS[key].kind == "histogram" else ""
         return available is None or any(name + suffix in available for name in METRICS[key].names)
 
-    def _clause(self, clause: Clause, unknown: dict[str, None]) -> Condition | None:
+    def _clause(self, clause: Clause, unknown: dict[str, None]) -> PromCondition | None:
         if isinstance(clause, Comparison):
             return self._comparison(clause, unknown)
         parts = [self._clause(part, unknown) for part in clause.parts]
@@ -94,7 +94,7 @@ class RuleCompiler:
         word = "and" if every else "or"
         return texts[0] if len(texts) == 1 else f"({f' {word} {_ON} '.join(texts)})"
 
-    def _comparison(self, comparison: Comparison, unknown: dict[str, None]) -> Condition | None:
+    def _comparison(self, comparison: Comparison, unknown: dict[str, None]) -> PromCondition | None:
         left, right = self._value(comparison.left, unknown), self._value(comparison.right, unknown)
         if left is None or right is None:
             return None

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from doctor.metrics.evaluators import Evaluator, Group, Numbers, group_of
-from doctor.metrics.promql import PromQL, duration
+from doctor.metrics.promql import PromQL, promql_duration
 from doctor.metrics.signals import Node, Quantile, Signal, metrics_of
 from servers.metrics import catalog
 from servers.reading import Number, Reading
@@ -50,7 +50,7 @@ class PrometheusEvaluator(Evaluator):
     def _exporters(self, promql: PromQL) -> list[str]:
         """What other exporters tell; the user's selector is for the servers."""
         wanted = "|".join(name for key in catalog.ELSEWHERE for name in catalog.METRICS[key].names)
-        window = duration(promql.window_ms)
+        window = promql_duration(promql.window_ms)
         answer = self._ask(f'count by (__name__) (last_over_time({{__name__=~"{wanted}"}}[{window}]))')
         return [str(element["metric"].get("__name__", "")) for element in answer]
 

@@ -17,7 +17,7 @@ class PeriodError(UserError):
     """Text that is no duration or no moment, or a period that ends before it begins."""
 
 
-def seconds(text: str, option: str = "--window") -> float:
+def window_seconds(text: str, option: str = "--window") -> float:
     """Read a duration such as 90s, 5m or 1h. Raises PeriodError."""
     match = _DURATION.fullmatch(text.strip())
     value = float(match[1]) * _SIZES[match[2]] if match else 0.0
@@ -56,7 +56,7 @@ def moment(text: str, option: str) -> Moment:
     """
     written = text.strip()
     if written.startswith("-"):
-        return Moment(before_end=seconds(written[1:], option))
+        return Moment(before_end=window_seconds(written[1:], option))
     if re.fullmatch(r"\d{9,11}(\.\d+)?", written):
         return Moment(unix_s=float(written))
     try:

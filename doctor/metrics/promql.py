@@ -127,12 +127,12 @@ class PromQL:
     def owners(self, names: Iterable[str]) -> str:
         """Which engines have which of these sample names."""
         matcher = f'__name__=~"{"|".join(sorted(names))}"'
-        where, window = self._where(matcher), duration(self.window_ms)
+        where, window = self._where(matcher), promql_duration(self.window_ms)
         return f"count by (__name__, {', '.join(self.by)}) (last_over_time({where}[{window}]))"
 
     def _host_figure(self, key: str, how: str) -> str:
         """One figure a host."""
-        name, window = METRICS[key].names[0], duration(self.window_ms)
+        name, window = METRICS[key].names[0], promql_duration(self.window_ms)
         if how == "busy":
             idle = f'rate({name}{{mode="idle"}}[{window}])'
             return f"1 - avg by (host) ({_with_host(idle)})"
@@ -158,7 +158,7 @@ class PromQL:
 
     def labels_of(self, name: str) -> str:
         """The series of one sample name."""
-        return f"last_over_time({name}{self._where()}[{duration(self.window_ms)}])"
+        return f"last_over_time({name}{self._where()}[{promql_duration(self.window_ms)}])"
 
     def series(self, key: str) -> str:
         """A metric's instant selector, under its newest name here."""
@@ -177,8 +177,8 @@ class PromQL:
 
     def _ranges(self, key: str, suffix: str, function: str, matcher: str = "") -> str:
         where = self._where(matcher)
-        window = duration(self.window_ms)
-        offset = f" offset {duration(self.offset_ms)}" if self.offset_ms else ""
+        window = promql_duration(self.window_ms)
+        offset = f" offset {promql_duration(self.offset_ms)}" if self.offset_ms else ""
         return " or ".join(
             f"{function}({name}{where}[{window}]{offset})" for name in self.names(METRICS[key], suffix)
         )
@@ -196,7 +196,7 @@ class PromQL:
         return f"({self._sum(condition.gauges)} > bool {condition.above:g})"
 
     def _subquery(self) -> str:
-        return f"[{duration(self.window_ms)}:{duration(self.step_ms)}]"
+        return f"[{promql_duration(self.window_ms)}:{promql_duration(self.step_ms)}]"
 
     def _where(self, matcher: str = "") -> str:
         inside = ",".join(part for part in (self.selector, matcher) if part)
@@ -216,7 +216,7 @@ def bucket_bound(node: Above, slo: Mapping[str, float]) -> float:
     return next((bound for bound in bounds if bound >= wanted), bounds[-1])
 
 
-def duration(ms: int) -> str:
+def promql_duration(ms: int) -> str:
     """Prometheus's spelling of a duration."""
     for unit, size in (("h", 3_600_000), ("m", 60_000), ("s", 1000)):
         if ms % size == 0:

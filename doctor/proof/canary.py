@@ -14,7 +14,7 @@ from doctor.diagnosis.expectation import ExpectationError, parse_expectation
 from doctor.diagnosis.judged_objectives import judged_objectives
 from doctor.diagnosis.playbook import load_all
 from doctor.proof.proof_metrics import is_invalid, notes_of, rows_of, verdict_of
-from doctor.proof.result import Row, Verdict, finite, headline, table
+from doctor.proof.result import ProofMetric, ProofVerdict, finite, headline, proof_table
 from loadgen.compare import compare
 from loadgen.plan.workload import Schedule
 from loadgen.target import Target
@@ -47,14 +47,14 @@ class Canary:
     """Both commands, measured side by side."""
 
     finding: str
-    verdict: Verdict
+    verdict: ProofVerdict
     before: str
     after: str
     pairs: int
     together: bool
     simulated: bool
     invalid: bool
-    rows: tuple[Row, ...]
+    rows: tuple[ProofMetric, ...]
     notes: tuple[str, ...]
 
     def text(self) -> str:
@@ -64,7 +64,10 @@ class Canary:
             f"  before: {self.before}",
             f"  after:  {self.after}",
         ]
-        lines += [f"  {self.pairs} interleaved pairs, {how}:", *(f"    {line}" for line in table(self.rows))]
+        lines += [
+            f"  {self.pairs} interleaved pairs, {how}:",
+            *(f"    {line}" for line in proof_table(self.rows)),
+        ]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join([*lines, headline(self.verdict, self.rows, self.simulated)])
 

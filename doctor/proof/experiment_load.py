@@ -53,12 +53,12 @@ def schedule(
         concurrency=None,
         duration=seconds,
         sha256=schedule_hash(requests, "open", None, seconds),
-        description=f"{'; '.join(map(describe, streams))}; {seconds:g} s; seed {seed}",
+        description=f"{'; '.join(map(describe_load, streams))}; {seconds:g} s; seed {seed}",
         seed=seed,
     )
 
 
-def describe(stream: Stream) -> str:
+def describe_load(stream: Stream) -> str:
     """One stream in words: ``8 clients of chat (128 in, 64 out)``."""
     how = f"{stream.clients} clients of" if stream.clients else f"{stream.rate:g} a second of"
     shared = f", {stream.shared} shared" if stream.shared else ""

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from doctor.diagnosis.experiment import BUNDLED, SIMULATED, Experiment, ExperimentError, Side
+from doctor.diagnosis.experiment import BUNDLED, SIMULATED, Experiment, ExperimentError, ExperimentSide
 from loadgen.target import OpenTarget, Target
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError, gpu_defaults
@@ -46,7 +46,7 @@ class Stage(Target):
         """Flags whose defaults depend on the device."""
         return gpu_defaults(self.name)
 
-    def target_of(self, side: Side) -> Target:
+    def target_of(self, side: ExperimentSide) -> Target:
         """The kind of server that ``side`` runs on. Raises ExperimentError."""
         if not self.simulated:
             return ServerTarget.bundled(self.model, log_dir=self._log_dir)
@@ -63,7 +63,7 @@ class Stage(Target):
 
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenTarget]:
-        side: Side = config["side"]
+        side: ExperimentSide = config["side"]
         with ExitStack() as stack:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # a flag without effect is what some experiments show
@@ -71,14 +71,14 @@ class Stage(Target):
             yield _Open(server, side)
 
     def launch_command(self, config: Mapping[str, Any]) -> str:
-        side: Side = config["side"]
+        side: ExperimentSide = config["side"]
         return self.target_of(side).launch_command(side.engine)
 
 
 class _Open(OpenTarget):
     """A server with clients of a certain patience, and the scrapes of all replicas in one."""
 
-    def __init__(self, server: OpenTarget, side: Side) -> None:
+    def __init__(self, server: OpenTarget, side: ExperimentSide) -> None:
         self._server, self._side = server, side
         self.url, self.model, self.max_model_len = server.url, server.model, server.max_model_len
         self.start_seconds, self.log_path = server.start_seconds, server.log_path
@@ -147,5 +147,5 @@ def stage_of(experiment: Experiment, target: str | None, model: str | None, log_
     return Stage(where, model or own, acceptance=experiment.acceptance, log_dir=log_dir)
 
 
-def opened(stage: Stage, side: Side) -> AbstractContextManager[OpenTarget]:
+def opened(stage: Stage, side: ExperimentSide) -> AbstractContextManager[OpenTarget]:
     return stage.open({"side": side})

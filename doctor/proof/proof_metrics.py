@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from doctor.diagnosis.expectation import judge, parse_expectation
+from doctor.diagnosis.expectation import judge_expectation, parse_expectation
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Scrapes
-from doctor.proof.result import Row, Verdict
+from doctor.proof.result import ProofMetric, ProofVerdict
 from loadgen.compare import Comparison, Pair, split_metric
 from loadgen.measure.estimator import Estimate, estimate, run_value, whole
 from loadgen.measure.record import Records
@@ -23,7 +23,9 @@ ALWAYS = ("itl_p99", "ttft_p95", "throughput")
 _SUMMED = ("requests", "count", "tokens/s", "1/s")
 
 
-def rows_of(pairs: Sequence[Pair], promised: Mapping[str, str], slo: Mapping[str, float]) -> tuple[Row, ...]:
+def rows_of(
+    pairs: Sequence[Pair], promised: Mapping[str, str], slo: Mapping[str, float]
+) -> tuple[ProofMetric, ...]:
     """Every promised figure, and those of :data:`ALWAYS`. ``slo`` resolves what signals ask of objectives.
 
     Raises KeyError for a figure that neither the client nor the server has.
@@ -36,9 +38,9 @@ def rows_of(pairs: Sequence[Pair], promised: Mapping[str, str], slo: Mapping[str
     return tuple(rows)
 
 
-def _row(figure: str, seen: Estimate, text: str | None) -> Row:
-    outcome = None if text is None else judge(parse_expectation(text), seen)
-    return Row(figure, seen, text, outcome)
+def _row(figure: str, seen: Estimate, text: str | None) -> ProofMetric:
+    outcome = None if text is None else judge_expectation(parse_expectation(text), seen)
+    return ProofMetric(figure, seen, text, outcome)
 
 
 def value(records: Records, figure: str, slo: Mapping[str, float]) -> float:
@@ -49,7 +51,7 @@ def value(records: Records, figure: str, slo: Mapping[str, float]) -> float:
     return _signal(records, name, slo)
 
 
-def judged(rows: Sequence[Row], promised: Mapping[str, str]) -> tuple[Row, ...] | None:
+def judged(rows: Sequence[ProofMetric], promised: Mapping[str, str]) -> tuple[ProofMetric, ...] | None:
     """The same measurements beside other promises; None where one was not measured."""
     known = {row.figure: row.change for row in rows}
     if not promised.keys() <= known.keys():
@@ -58,7 +60,7 @@ def judged(rows: Sequence[Row], promised: Mapping[str, str]) -> tuple[Row, ...] 
     return tuple(_row(figure, known[figure], promised.get(figure)) for figure in order)
 
 
-def verdict_of(rows: Sequence[Row], pairs: int, invalid: bool) -> Verdict:
+def verdict_of(rows: Sequence[ProofMetric], pairs: int, invalid: bool) -> ProofVerdict:
     """The first promise is the headline: it must be met, and none may be missed."""
     outcomes = [row.outcome for row in rows if row.outcome not in (None, "allowed")]
     if not outcomes or not pairs or invalid:

@@ -12,7 +12,7 @@ from loadgen.measure.estimator import Estimate
 from loadgen.measure.rounding import significant
 
 SCHEMA = "vtune.proof/1"
-Verdict = Literal["verified", "refuted", "inconclusive", "not reproduced"]
+ProofVerdict = Literal["verified", "refuted", "inconclusive", "not reproduced"]
 _LABELS = {
     "ttft": "TTFT",
     "itl": "ITL",
@@ -28,7 +28,7 @@ _LABELS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class ProofMetric:
     """One figure on both sides. ``expected`` None: shown, not promised."""
 
     figure: str
@@ -59,7 +59,7 @@ class Proof:
     playbook: str
     experiment: int
     """Which of the page's experiments, from 0."""
-    verdict: Verdict
+    verdict: ProofVerdict
     folklore: bool
     """What was tried is folklore: refuting it is what the page promises."""
     remedy: int | None
@@ -83,7 +83,7 @@ class Proof:
     pairs: int
     seconds: float
     symptom: Symptom
-    rows: tuple[Row, ...]
+    rows: tuple[ProofMetric, ...]
     notes: tuple[str, ...] = ()
     engine: str = ""
     """Version of the engine that was measured."""
@@ -123,7 +123,7 @@ class Proof:
             lines.append(f"  side B: {self.instead}")
         if self.rows:
             lines += [f"  after:  {self.after}", f"  {self.pairs} interleaved pairs of {self.seconds:g} s:"]
-            lines += [f"    {line}" for line in table(self.rows)]
+            lines += [f"    {line}" for line in proof_table(self.rows)]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join([*lines, self.headline])
 
@@ -135,7 +135,9 @@ class Proof:
         return found
 
 
-def headline(verdict: Verdict, rows: Sequence[Row], simulated: bool, folklore: bool = False) -> str:
+def headline(
+    verdict: ProofVerdict, rows: Sequence[ProofMetric], simulated: bool, folklore: bool = False
+) -> str:
     """A verdict with the figures that were promised; a simulation is called one."""
     what: str = verdict
     if folklore and verdict in ("refuted", "verified"):
@@ -153,13 +155,13 @@ def label(figure: str) -> str:
     return words + (f" of {cls.removesuffix('}')}" if brace else "")
 
 
-def table(rows: Sequence[Row]) -> list[str]:
+def proof_table(rows: Sequence[ProofMetric]) -> list[str]:
     """Aligned lines: figure, both sides, change, what was expected and whether it came."""
     cells = [
         (
             label(row.figure),
-            quantity(row.figure, row.change.a),
-            quantity(row.figure, row.change.b),
+            metric_value(row.figure, row.change.a),
+            metric_value(row.figure, row.change.b),
             row.change.percent if not math.isnan(row.change.ratio) else "",
             "" if row.expected is None else f"expected: {row.expected} ({row.outcome})",
         )
@@ -169,7 +171,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
-def quantity(figure: str, value: float) -> str:
+def metric_value(figure: str, value: float) -> str:
     """A value with its unit: latencies in ms, the rest as it is."""
     from doctor.metrics.signals import SIGNALS
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from doctor.diagnosis.diagnose import diagnose
-from doctor.diagnosis.experiment import Experiment, ExperimentError, Side
+from doctor.diagnosis.experiment import Experiment, ExperimentError, ExperimentSide
 from doctor.diagnosis.finding import Diagnosis, Finding, Prescription
 from doctor.diagnosis.judged_objectives import judged_objectives
 from doctor.diagnosis.playbook import Playbook
 from doctor.diagnosis.quantity import quantity
 from doctor.diagnosis.verification_status import fingerprint
 from doctor.metrics.sources import Scrapes
-from doctor.proof.experiment_load import describe, schedule
+from doctor.proof.experiment_load import describe_load, schedule
 from doctor.proof.experiment_target import Stage, opened
 from doctor.proof.proof_metrics import is_invalid, notes_of, rows_of, verdict_of
 from doctor.proof.result import Proof, Symptom
@@ -120,10 +120,10 @@ class _Trial:
             baseline_flags=None if earlier is None else self._flags(earlier),
         )
 
-    def _flags(self, side: Side) -> dict[str, Any]:
+    def _flags(self, side: ExperimentSide) -> dict[str, Any]:
         return {**self.stage.defaults, **side.engine}
 
-    def _run(self, side: Side, what: str) -> Records:
+    def _run(self, side: ExperimentSide, what: str) -> Records:
         self.tell(what)
         with opened(self.stage, side) as server:
             records = server.run(self._schedule(side, _SYMPTOM_SEED), stop=self.stop)
@@ -156,10 +156,10 @@ class _Trial:
 
     # The proof.
 
-    def _schedule(self, side: Side, seed: int) -> Schedule:
+    def _schedule(self, side: ExperimentSide, seed: int) -> Schedule:
         return schedule(side.load, seed=seed, seconds=self.seconds, warmup=side.warmup)
 
-    def _compare(self, cured: Side) -> Comparison:
+    def _compare(self, cured: ExperimentSide) -> Comparison:
         sick = self.experiment.sick
         same = (sick.load, sick.warmup) == (cured.load, cured.warmup)
         first = 1 + self.terms.seed
@@ -182,7 +182,7 @@ class _Trial:
         if self.stop.is_set():
             raise Interrupted
 
-    def _blank(self, symptom: Symptom, prescription: Prescription | None, cured: Side) -> Proof:
+    def _blank(self, symptom: Symptom, prescription: Prescription | None, cured: ExperimentSide) -> Proof:
         """Everything but what the pairs will say."""
         experiment, sick = self.experiment, self.experiment.sick
         folklore = bool(experiment.folklore)
@@ -203,7 +203,7 @@ class _Trial:
             model=sick.model or self.stage.model,
             simulated=self.stage.simulated,
             estimate=getattr(self.stage.target_of(sick), "estimate", ""),
-            load="; ".join(map(describe, sick.load)) + f"; {self.seconds:g} s",
+            load="; ".join(map(describe_load, sick.load)) + f"; {self.seconds:g} s",
             instead=words,
             before=self.stage.launch_command({"side": sick}),
             after=self.stage.launch_command({"side": cured}),
@@ -229,11 +229,11 @@ def _evidence(finding: Finding) -> tuple[str, ...]:
     return tuple(f"{item.signal} = {quantity(item.value, item.unit)}" for item in finding.evidence)
 
 
-def _otherwise(sick: Side, cured: Side) -> str:
+def _otherwise(sick: ExperimentSide, cured: ExperimentSide) -> str:
     """What side B does otherwise, beside flags."""
     words = []
     if sick.load != cured.load:
-        words.append("; ".join(map(describe, cured.load)))
+        words.append("; ".join(map(describe_load, cured.load)))
     if sick.replicas != cured.replicas:
         words.append(f"{cured.replicas} replicas instead of {sick.replicas}")
     if sick.routing != cured.routing:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from loadgen.plan.workload import Schedule
     from loadgen.targets.either import EitherTarget
 
-METRICS = "ttft_p50,ttft_p95,tpot_p50,itl_p99,throughput,failed"
+DEFAULT_METRICS = "ttft_p50,ttft_p95,tpot_p50,itl_p99,throughput,failed"
 _DEFAULT_CONTEXT = 4096
 
 
@@ -64,7 +64,7 @@ def compare(
     ] = 8,
     metrics: Annotated[
         str, typer.Option(help="What is compared, by comma; ttft_p95{class=short} for one class.")
-    ] = METRICS,
+    ] = DEFAULT_METRICS,
     gate: Annotated[bool, typer.Option("--gate", help="Exit with 1 on a regression.")] = False,
     fail_on_inconclusive: Annotated[
         bool, typer.Option("--fail-on-inconclusive", help="With --gate: exit with 4 if nothing is shown.")
@@ -129,7 +129,7 @@ def compare(
         raise UserError(f"{side}{failure}\n{failure.log_tail}".rstrip()) from None
     if out:
         _write(found, out)
-    typer.echo(FORMATS[format](found))
+    typer.echo(RENDERERS[format](found))
     raise typer.Exit(INTERRUPTED if stop.is_set() else exit_code(found, gate, fail_on_inconclusive))
 
 
@@ -211,7 +211,7 @@ def _write(found: Comparison, out: Path) -> None:
 
     try:
         for name, format in files.items():
-            write_atomically(out / name, [FORMATS[format](found), "\n"])
+            write_atomically(out / name, [RENDERERS[format](found), "\n"])
         write_atomically(out / "comparison.html", [comparison_page(found)])
         for number, pair in enumerate(found.pairs):
             pair.a.save(out / "a" / f"pair-{number:03d}.json")
@@ -221,15 +221,15 @@ def _write(found: Comparison, out: Path) -> None:
 
 
 def _text(found: Comparison) -> str:
-    from loadgen.output.comparison import text
+    from loadgen.output.comparison import comparison_text
 
-    return text(found)
+    return comparison_text(found)
 
 
 def _markdown(found: Comparison) -> str:
-    from loadgen.output.comparison import markdown
+    from loadgen.output.comparison import comparison_markdown
 
-    return markdown(found).rstrip("\n")
+    return comparison_markdown(found).rstrip("\n")
 
 
 def _junit(found: Comparison) -> str:
@@ -257,7 +257,7 @@ def _bencher(found: Comparison) -> str:
     return json.dumps(bencher(found, "vtune bench compare"), indent=2)
 
 
-FORMATS: Mapping[CompareFormat, Callable[[Comparison], str]] = {
+RENDERERS: Mapping[CompareFormat, Callable[[Comparison], str]] = {
     CompareFormat.TEXT: _text,
     CompareFormat.JSON: lambda found: json.dumps(found.to_json(), indent=2),
     CompareFormat.MARKDOWN: _markdown,

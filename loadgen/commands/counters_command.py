@@ -18,7 +18,7 @@ from loadgen.output.terminal import FAILED, check_writable
 from servers.errors import OptionError, UserError
 
 if TYPE_CHECKING:
-    from loadgen.measure.counters import Counters, Difference
+    from loadgen.measure.counters import CounterChange, Counters
 
 _HIDDEN = ("schedule_sha256", "flags", "environment", "steps_per_second")
 
@@ -72,7 +72,7 @@ def counters(
     from servers.command import parse_command
 
     check_writable(None, out, junit)
-    changed: list[Difference] = []
+    changed: list[CounterChange] = []
     try:
         before = Counters.load(baseline) if baseline else None
         load.check()
@@ -93,7 +93,7 @@ def counters(
 
 
 def _show(
-    now: Counters, compared: bool, changed: list[Difference], junit: Path | None, format: CountersFormat
+    now: Counters, compared: bool, changed: list[CounterChange], junit: Path | None, format: CountersFormat
 ) -> None:
     from loadgen.output.junit import Case
     from loadgen.output.junit import junit as to_junit

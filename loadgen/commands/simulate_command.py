@@ -126,7 +126,7 @@ def _exit_code(records: Records) -> int:
 
 
 def _write(done: Simulated, out: Path | None, json_file: Path | None, html_file: Path | None) -> None:
-    from loadgen.commands.simulation import markdown, to_json
+    from loadgen.commands.simulation import simulation_json, simulation_markdown
     from servers.files import write_atomically
 
     pages = [html_file] if html_file else []
@@ -137,8 +137,8 @@ def _write(done: Simulated, out: Path | None, json_file: Path | None, html_file:
             done.records.save(out / "records.json")
             for number, part in enumerate(done.parts):
                 part.save(out / f"replica-{number}.json")
-            write_atomically(out / "summary.json", [json.dumps(to_json(done), indent=2), "\n"])
-            write_atomically(out / "report.md", [markdown(done)])
+            write_atomically(out / "summary.json", [json.dumps(simulation_json(done), indent=2), "\n"])
+            write_atomically(out / "report.md", [simulation_markdown(done)])
             pages.append(out / "report.html")
         if pages:
             from loadgen.output.run_page import run_page
@@ -151,14 +151,14 @@ def _write(done: Simulated, out: Path | None, json_file: Path | None, html_file:
 
 
 def _print(done: Simulated, format: Format) -> None:
-    from loadgen.commands.simulation import markdown, print_report, to_json
+    from loadgen.commands.simulation import print_simulation, simulation_json, simulation_markdown
 
     try:
         if format is Format.JSON:
-            typer.echo(json.dumps(to_json(done), indent=2))
+            typer.echo(json.dumps(simulation_json(done), indent=2))
         elif format is Format.MARKDOWN:
-            typer.echo(markdown(done))
+            typer.echo(simulation_markdown(done))
         else:
-            print_report(done, sys.stdout)
+            print_simulation(done, sys.stdout)
     except BrokenPipeError:  # e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

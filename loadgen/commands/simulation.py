@@ -85,17 +85,17 @@ def heading(done: Simulated) -> str:
     return f"ESTIMATE: nothing was measured{fleet}"
 
 
-def print_report(done: Simulated, file: IO[str]) -> None:
+def print_simulation(done: Simulated, file: IO[str]) -> None:
     console = report.wide_console(file)
     console.print(heading(done), style="bold yellow" if console.is_terminal else None)
     for line in done.memory.splitlines():
         console.print(printable(line), soft_wrap=True)
-    report.print_report(done.records, file)
+    report.print_run(done.records, file)
     if done.parts:
-        console.print(report.table(HEADS, list(replica_rows(done)), left=1))
+        console.print(report.text_table(HEADS, list(replica_rows(done)), left=1))
 
 
-def markdown(done: Simulated) -> str:
+def simulation_markdown(done: Simulated) -> str:
     from markupsafe import Markup
 
     from loadgen.output.page import render
@@ -104,15 +104,15 @@ def markdown(done: Simulated) -> str:
         "simulation.md.j2",
         heading=heading(done),
         memory=done.memory.splitlines(),
-        report=Markup(report.markdown(done.records)),
+        report=Markup(report.run_markdown(done.records)),
         heads=HEADS,
         rows=list(replica_rows(done)) if done.parts else [],
     )
 
 
-def to_json(done: Simulated) -> dict[str, Any]:
+def simulation_json(done: Simulated) -> dict[str, Any]:
     """The report of ``vtune bench run``, with ``estimate`` true, the memory plan, and one a replica."""
-    data = {**report.to_json(done.records), "estimate": True, "memory": done.memory, "seconds": done.seconds}
+    data = {**report.run_json(done.records), "estimate": True, "memory": done.memory, "seconds": done.seconds}
     if done.parts:
-        data |= {"routing": done.routing, "replicas": [report.to_json(part) for part in done.parts]}
+        data |= {"routing": done.routing, "replicas": [report.run_json(part) for part in done.parts]}
     return data

@@ -125,7 +125,7 @@ def sweep(
 def _show(found: Capacity, format: Format, out: Path | None) -> None:
     from servers.files import write_atomically
 
-    answer = to_json(found)
+    answer = sweep_json(found)
     if out:
         write_atomically(out / "sweep.json", [json.dumps(answer, indent=2), "\n"])
     if format is Format.JSON:
@@ -133,24 +133,24 @@ def _show(found: Capacity, format: Format, out: Path | None) -> None:
     elif format is Format.MARKDOWN:
         from loadgen.output.page import render
 
-        heads, *rows = table(found)
+        heads, *rows = sweep_table(found)
         typer.echo(render("table.md.j2", heads=heads, rows=rows, lines=conclusions(found)), nl=False)
     else:
         _print(found)
 
 
 def _print(found: Capacity) -> None:
-    from loadgen.output.report import table as grid
+    from loadgen.output.report import text_table as grid
     from loadgen.output.report import wide_console
 
-    heads, *rows = table(found)
+    heads, *rows = sweep_table(found)
     console = wide_console(sys.stdout)
     console.print(grid(heads, rows, left=0))
     for line in conclusions(found):
         console.print(line)
 
 
-def table(found: Capacity) -> list[tuple[str, ...]]:
+def sweep_table(found: Capacity) -> list[tuple[str, ...]]:
     """Headings, then a row a level: medians over its runs, and the interval of every bounded figure."""
     from loadgen.output.report import duration, number
     from servers.slo.bounds import format_value
@@ -204,7 +204,7 @@ def _why(level: Level) -> str:
     return f"{verb} {', '.join(missed)}"
 
 
-def to_json(found: Capacity) -> dict[str, Any]:
+def sweep_json(found: Capacity) -> dict[str, Any]:
     """Plain values; a figure that a level has too few samples for is null."""
 
     def plain(value: float) -> float | str | None:

@@ -39,7 +39,7 @@ def trace(
     from loadgen.plan.trace_formats import Columns, read_trace
 
     read = read_trace(file, Columns.parse(trace_columns) if trace_columns else None)
-    facts = describe(read)
+    facts = trace_facts(read)
     if format is Format.JSON:
         typer.echo(json.dumps(facts, indent=2))
         return
@@ -48,7 +48,7 @@ def trace(
         typer.echo(f"- **{name}**: {text}" if format is Format.MARKDOWN else f"{name:<26} {text}")
 
 
-def describe(read: Trace) -> dict[str, Any]:
+def trace_facts(read: Trace) -> dict[str, Any]:
     """Names to plain values, for a table or JSON."""
     import numpy as np
 

@@ -66,7 +66,7 @@ class Counters:
 
 
 @dataclass(frozen=True)
-class Difference:
+class CounterChange:
     """A counter that is not what it was."""
 
     name: str
@@ -81,7 +81,7 @@ class Difference:
         return f"{self.name}: {self.baseline} before, {self.now} now{change}"
 
 
-def differences(baseline: Counters, now: Counters) -> list[Difference]:
+def differences(baseline: Counters, now: Counters) -> list[CounterChange]:
     """Every counter that differs. Raises CountersError for counters of different workloads."""
     for name in ("schedule_sha256", "steps_per_second", "flags"):
         before, after = getattr(baseline, name), getattr(now, name)
@@ -99,7 +99,7 @@ def differences(baseline: Counters, now: Counters) -> list[Difference]:
         )
     ignored = {"environment"} | ({"output_sha256"} if not same_place else set())
     return [
-        Difference(field.name, getattr(baseline, field.name), getattr(now, field.name))
+        CounterChange(field.name, getattr(baseline, field.name), getattr(now, field.name))
         for field in fields(Counters)
         if field.name not in ignored and getattr(baseline, field.name) != getattr(now, field.name)
     ]

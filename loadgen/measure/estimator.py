@@ -153,7 +153,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def judge(seen: Estimate, p_adjusted: float, *, alpha: float = 0.05) -> Verdict:
+def judge_estimate(seen: Estimate, p_adjusted: float, *, alpha: float = 0.05) -> Verdict:
     """A difference counts if it is proven and its size exceeds the figure's floor.
 
     pass: the interval excludes a worsening beyond the floor. inconclusive: neither is shown.

@@ -33,7 +33,7 @@ VERDICT_WORDS = {
 _BINS = 120
 
 
-def judge(records: Records) -> tuple[str, tuple[str, ...]]:
+def judge_run(records: Records) -> tuple[str, tuple[str, ...]]:
     """(verdict, reasons). The worst applies: client_limited, server_saturated, unsteady, too_few_samples."""
     summary = Summary(records)
     findings = {

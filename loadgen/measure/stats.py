@@ -59,7 +59,7 @@ METRICS = (
     "prefill",
     "elsewhere",
 )
-SHOWN = ("mean", "p50", "p90", "p95", "p99", "es95", "es99")
+SHOWN_STATISTICS = ("mean", "p50", "p90", "p95", "p99", "es95", "es99")
 """The statistics of a metric in every table."""
 SHORTFALL = "expected shortfall: the mean of the slowest 5 % (es95) or 1 % (es99) of the samples"
 _STATISTIC = re.compile(r"(p|es)([0-9]+)")
@@ -233,7 +233,7 @@ class Summary:
         row |= {name: self.value(name, cls) for name in RATES}
         for metric in METRICS:
             row[f"{metric}_n"] = self.count(f"{metric}_p50", cls)
-            for suffix in SHOWN:
+            for suffix in SHOWN_STATISTICS:
                 row[f"{metric}_{suffix}"] = self.value(f"{metric}_{suffix}", cls)
         return row
 

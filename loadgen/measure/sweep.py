@@ -39,7 +39,7 @@ class SweepError(UserError):
 
 
 @dataclass(frozen=True)
-class Estimate:
+class LevelEstimate:
     """A figure over the runs of a level: geometric mean and interval, in its unit."""
 
     bound: Bound
@@ -62,7 +62,7 @@ class Level:
 
     value: float
     runs: tuple[Records, ...] = field(repr=False)
-    estimates: tuple[Estimate, ...]
+    estimates: tuple[LevelEstimate, ...]
     saturated: bool
     """Requests piled up in most of the runs: no percentile of such a run means anything."""
 
@@ -220,16 +220,16 @@ class Sweep:
         estimates = tuple(self._estimate(bound, value) for bound in self._bounds)
         return Level(value, tuple(runs), estimates, 2 * piled_up > len(runs))
 
-    def _estimate(self, bound: Bound, value: float) -> Estimate:
+    def _estimate(self, bound: Bound, value: float) -> LevelEstimate:
         figures = [self._figure(bound, run) for run in self._runs[value]]
         if not all(math.isfinite(figure) and figure > 0 for figure in figures):
             worst = math.inf if bound.op == "<=" else 0.0
-            return Estimate(bound, worst, worst, worst)
+            return LevelEstimate(bound, worst, worst, worst)
         logs = np.log(figures)
         deviation, freedom = self._spread(bound)
         half = float(stdtrit(freedom, (1 + self._confidence) / 2)) * deviation / math.sqrt(len(logs))
         middle = float(logs.mean())
-        return Estimate(bound, math.exp(middle), math.exp(middle - half), math.exp(middle + half))
+        return LevelEstimate(bound, math.exp(middle), math.exp(middle - half), math.exp(middle + half))
 
     def _figure(self, bound: Bound, run: Records) -> float:
         """Raises SweepError where the run is too short for the bound's percentile."""

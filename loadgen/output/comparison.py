@@ -8,7 +8,7 @@ from loadgen.compare import Comparison
 from loadgen.output.escape import printable
 
 
-def text(comparison: Comparison) -> str:
+def comparison_text(comparison: Comparison) -> str:
     """For a terminal."""
     rows = [[printable(cell) for cell in row] for row in comparison.table()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -16,7 +16,7 @@ def text(comparison: Comparison) -> str:
     return "\n".join([*lines, "", _conclusion(comparison), *map(printable, comparison.notes)])
 
 
-def markdown(comparison: Comparison) -> str:
+def comparison_markdown(comparison: Comparison) -> str:
     """Fits a CI job's summary."""
     from loadgen.output.page import render
 

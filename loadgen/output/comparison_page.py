@@ -6,7 +6,7 @@ import math
 
 import plotly.graph_objects as go
 
-from loadgen.compare import Comparison, Row, split_metric
+from loadgen.compare import ComparedMetric, Comparison, split_metric
 from loadgen.measure.estimator import rises
 from loadgen.measure.stats import DEFINITIONS, Summary
 from loadgen.output.comparison import comparison_values
@@ -58,7 +58,7 @@ def _ratios(comparison: Comparison) -> go.Figure:
     return drawn
 
 
-def _label(row: Row) -> str:
+def _label(row: ComparedMetric) -> str:
     return f"{row.metric} ({'more' if rises(row.metric) else 'less'} is better)"
 
 

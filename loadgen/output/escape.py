@@ -22,7 +22,7 @@ def printable(text: str, keep: str = "") -> str:
     )
 
 
-def markdown(text: str) -> str:
+def markdown_text(text: str) -> str:
     """For a paragraph or a table's cell in Markdown: no HTML, no link, no further column, one line."""
     shown = printable(text.replace("\n", " ")).translate(_MARKDOWN)
     return _HTML.sub(lambda found: "&lt;" if found[0] == "<" else "&amp;", shown)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from loadgen.compare import Comparison, Row, split_metric
+from loadgen.compare import ComparedMetric, Comparison, split_metric
 from loadgen.measure.estimator import rises
 from loadgen.measure.record import Records
 from loadgen.measure.run_validity import VERDICT_WORDS
@@ -111,7 +111,7 @@ def run_benchmark(records: Records) -> dict[str, dict[str, dict[str, float]]]:
     return {"vtune bench run": measures}
 
 
-def _plottable(comparison: Comparison) -> Iterator[Row]:
+def _plottable(comparison: Comparison) -> Iterator[ComparedMetric]:
     for row in comparison.rows:
         name = split_metric(row.metric)[0]
         known = name in RATES or name.rpartition("_")[0] in METRICS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 from markupsafe import Markup
 
-from loadgen.output.escape import BLOCK, code, code_block, markdown, printable
+from loadgen.output.escape import BLOCK, code, code_block, markdown_text, printable
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go
@@ -57,7 +57,7 @@ def _escaped(context: jinja2.runtime.Context, value: Any) -> str:
     if hasattr(value, "__html__"):
         return Markup(value)
     name = context.name or ""
-    return Markup(markdown(str(value))) if name.endswith(".md.j2") else printable(str(value), BLOCK)
+    return Markup(markdown_text(str(value))) if name.endswith(".md.j2") else printable(str(value), BLOCK)
 
 
 def _plot(figure: go.Figure, place: int) -> Markup:

@@ -19,10 +19,10 @@ SCHEMA = "vtune.bench/1"
 _WIDTH = 132
 """Columns that the tables need."""
 SUFFIXES = ("mean", "p50", "p90", "p95", "p99")
-SHOWN = ("ttft", "tpot", "itl", "inter_chunk", "max_stall", "e2e")
+SHOWN_METRICS = ("ttft", "tpot", "itl", "inter_chunk", "max_stall", "e2e")
 """The headline metrics, given for every class; service latencies and lateness once, for all."""
 SERVICE = ("service_ttft", "service_e2e", "lateness")
-NAMES = {
+METRIC_NAMES = {
     "ttft": "TTFT",
     "tpot": "TPOT",
     "itl": "ITL per token",
@@ -72,11 +72,11 @@ def groups(summary: Summary) -> list[str | None]:
 def latency_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
     """(class, metric, mean, p50, p90, p95, p99, 95 % interval of p50, of p99), as text."""
     for cls in groups(summary):
-        for metric in SHOWN if cls is not None else SHOWN + SERVICE:
+        for metric in SHOWN_METRICS if cls is not None else SHOWN_METRICS + SERVICE:
             count = summary.count(f"{metric}_p50", cls)
             yield (
                 cls or "all",
-                NAMES[metric],
+                METRIC_NAMES[metric],
                 *(duration(summary.value(f"{metric}_{suffix}", cls), count) for suffix in SUFFIXES),
                 interval(*summary.interval(f"{metric}_p50", cls)),
                 interval(*summary.interval(f"{metric}_p99", cls)),
@@ -93,7 +93,7 @@ def part_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
             mean, count = summary.value(f"{part}_mean", cls), summary.count(f"{part}_p50", cls)
             figures = (duration(summary.value(f"{part}_{suffix}", cls), count) for suffix in SUFFIXES)
             share = "n/a" if math.isnan(mean) else f"{max(0.0, mean / whole):.0%}"
-            yield (cls or "all", NAMES[part], share, *figures)
+            yield (cls or "all", METRIC_NAMES[part], share, *figures)
 
 
 def rate_rows(summary: Summary) -> Iterator[tuple[str, ...]]:
@@ -132,17 +132,19 @@ def facts(records: Records) -> list[tuple[str, str]]:
     ]
 
 
-def text(records: Records) -> RenderableType:
+def run_text(records: Records) -> RenderableType:
     """For a rich console."""
     summary = Summary(records)
     parts: list[RenderableType] = [
         Text.assemble((f"{name:<9}", "dim"), printable(value)) for name, value in facts(records)
     ]
-    parts += [table(heads, rows, left=1 if heads is RATE_HEADS else 2) for heads, rows in _tables(summary)]
+    parts += [
+        text_table(heads, rows, left=1 if heads is RATE_HEADS else 2) for heads, rows in _tables(summary)
+    ]
     colour = "green" if records.verdict == "ok" else "yellow"
     parts.append(Text.assemble("verdict  ", (VERDICT_WORDS[records.verdict], f"bold {colour}")))
     parts += [Text(f"  - {printable(reason)}") for reason in records.reasons]
-    parts += [Text(f"{NAMES[name]}: {DEFINITIONS[name]}", style="dim") for name in SHOWN]
+    parts += [Text(f"{METRIC_NAMES[name]}: {DEFINITIONS[name]}", style="dim") for name in SHOWN_METRICS]
     parts.append(Text(_FOOTNOTE, style="dim"))
     return Group(*parts)
 
@@ -153,7 +155,7 @@ _FOOTNOTE = (
 )
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> Table:
+def text_table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> Table:
     """The first ``left`` columns are text; what repeats in the first one is left out."""
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     for i, head in enumerate(heads):
@@ -166,9 +168,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> Tab
     return table
 
 
-def print_report(records: Records, file: IO[str]) -> None:
-    """Print :func:`text`; wide enough for its tables where there is no terminal."""
-    wide_console(file).print(text(records))
+def print_run(records: Records, file: IO[str]) -> None:
+    """Print :func:`run_text`; wide enough for its tables where there is no terminal."""
+    wide_console(file).print(run_text(records))
 
 
 def wide_console(file: IO[str]) -> Console:
@@ -180,12 +182,12 @@ def wide_console(file: IO[str]) -> Console:
     return console
 
 
-def markdown(records: Records) -> str:
+def run_markdown(records: Records) -> str:
     """Fits a CI job's summary."""
     from loadgen.output.page import render
 
     values = report_values(records, Summary(records))
-    shown = [(NAMES[name], DEFINITIONS[name]) for name in SHOWN]
+    shown = [(METRIC_NAMES[name], DEFINITIONS[name]) for name in SHOWN_METRICS]
     return render("run.md.j2", **{**values, "definitions": shown}, footnote=_FOOTNOTE)
 
 
@@ -197,7 +199,7 @@ def report_values(records: Records, summary: Summary) -> dict[str, Any]:
         "facts": facts(records),
         "tables": [(heads, list(rows)) for heads, rows in _tables(summary)],
         "environment": records.environment,
-        "definitions": [(NAMES.get(name, name), text) for name, text in DEFINITIONS.items()],
+        "definitions": [(METRIC_NAMES.get(name, name), text) for name, text in DEFINITIONS.items()],
     }
 
 
@@ -209,7 +211,7 @@ def _tables(summary: Summary) -> Iterator[tuple[tuple[str, ...], Iterator[tuple[
         yield PART_HEADS, part_rows(summary)
 
 
-def to_json(records: Records) -> dict[str, Any]:
+def run_json(records: Records) -> dict[str, Any]:
     """Every figure as {"value", "n", "low", "high"}: seconds, rates or counts; null is "too few samples",
     "inf" that failures reach it."""
     summary = Summary(records)

@@ -14,7 +14,7 @@ from loadgen.measure.serverside import timeline
 from loadgen.measure.stats import PARTS, Summary
 from loadgen.measure.window import in_flight
 from loadgen.output.page import render_page
-from loadgen.output.report import NAMES, report_values
+from loadgen.output.report import METRIC_NAMES, report_values
 
 _COLOURS = ("#3b6fb6", "#d1792b", "#3f9253", "#b3423f", "#7a5fa8", "#6b6b6b")
 _MAX_POINTS = 4000
@@ -71,7 +71,7 @@ def _ecdf(summary: Summary, metric: str) -> go.Figure:
                 line_color=_colour(summary.records, cls),
             )
         )
-    title = f"{NAMES[metric]}: share of samples at or below"
+    title = f"{METRIC_NAMES[metric]}: share of samples at or below"
     return figure(title, "ms", "share", traces, xaxis_type="log", yaxis_range=[0, 1.01])
 
 
@@ -164,7 +164,7 @@ def _parts(summary: Summary) -> list[go.Figure]:
         go.Bar(
             x=list(classes),
             y=[summary.value(f"{part}_mean", cls) for cls in classes],
-            name=NAMES[part],
+            name=METRIC_NAMES[part],
             marker_color=colour,
         )
         for part, colour in zip(PARTS, _COLOURS, strict=False)

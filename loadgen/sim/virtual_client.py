@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from loadgen.measure.record import ClientStats, Failure, Records, RequestRecord
-from loadgen.measure.run_validity import judge
+from loadgen.measure.run_validity import judge_run
 from loadgen.measure.window import measured_window
 from loadgen.plan.load_policy import GivenUp, LoadPlan, LoadPolicy, Progress
 from loadgen.plan.workload import PlannedRequest, Schedule
@@ -290,7 +290,7 @@ def records_of(
         steady=steady,
         scrapes=scrapes,
     )
-    verdict, reasons = judge(records)
+    verdict, reasons = judge_run(records)
     if client.policy.exhausted:
         reasons += (
             f"all {len(schedule.requests)} planned requests were used up before the duration ended; "

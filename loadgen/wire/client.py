@@ -15,7 +15,7 @@ from time import monotonic_ns
 from typing import Any
 
 from loadgen.measure.record import ClientStats, Records, RequestRecord
-from loadgen.measure.run_validity import judge
+from loadgen.measure.run_validity import judge_run
 from loadgen.measure.window import measured_window
 from loadgen.plan.load_policy import Progress
 from loadgen.plan.workload import PlannedRequest, Schedule
@@ -285,7 +285,7 @@ def _records(
         warmup_failures=warmup_failures,
         steady=steady,
     )
-    verdict, reasons = judge(records)
+    verdict, reasons = judge_run(records)
     if any(log.exhausted for log in logs):
         reasons += (
             f"all {len(schedule.requests)} planned requests were used up before the duration ended; "

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from synthetic_server import Server
 
-from doctor.diagnosis.cost import Cost, Toll, Unit, total
+from doctor.diagnosis.cost import Cost, CostUnit, Toll, total
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.finding import Finding
 from doctor.diagnosis.playbook import load_all
@@ -27,7 +27,7 @@ def lookup(values: Mapping[str, float]) -> Lookup:
     return look
 
 
-def cost(text: str, values: Mapping[str, float], unit: Unit = "delay") -> Toll | None:
+def cost(text: str, values: Mapping[str, float], unit: CostUnit = "delay") -> Toll | None:
     return Cost(parse_expression(text), unit).of(lookup(values))
 
 

@@ -11,7 +11,7 @@ from recordings import needs_recordings, series_path
 from synthetic_server import Server
 from typer.testing import CliRunner, Result
 
-from doctor.diagnosis.diff import Difference, Side, as_lines, difference
+from doctor.diagnosis.diff import Difference, DiffSide, as_lines, difference
 from doctor.diagnosis.judged_objectives import judged_objectives
 from doctor.metrics.sources import Scrapes
 from vtune_cli import app
@@ -34,7 +34,7 @@ def run(*arguments: str) -> Result:
 
 
 def compared(a: Server, b: Server, flags: dict[str, int] | None = None) -> Difference:
-    sides = [Side(Scrapes(server.scrapes(), name), flags) for server, name in ((a, "a"), (b, "b"))]
+    sides = [DiffSide(Scrapes(server.scrapes(), name), flags) for server, name in ((a, "a"), (b, "b"))]
     return difference(sides[0], sides[1], judged_objectives(None))
 
 
@@ -66,7 +66,7 @@ def test_an_engine_that_is_gone_is_told() -> None:
         pages = [replace(BASE, labels={**BASE.labels, "instance": name}).scrapes() for name in names]
         return [(parts[0][0], "".join(text for _, text in parts)) for parts in zip(*pages, strict=True)]
 
-    sides = [Side(Scrapes(fleet(*names))) for names in (("x:1", "y:1"), ("x:1", "z:1"))]
+    sides = [DiffSide(Scrapes(fleet(*names))) for names in (("x:1", "y:1"), ("x:1", "z:1"))]
     found = difference(sides[0], sides[1], judged_objectives(None))
     assert {(change.engine, change.before) for change in found.changes} == {
         ("y:1", "there"),

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from doctor.diagnosis.expectation import ExpectationError, judge, parse_expectation
+from doctor.diagnosis.expectation import ExpectationError, judge_expectation, parse_expectation
 from loadgen.measure.estimator import Estimate, estimate
 
 
@@ -41,43 +41,52 @@ def seen(low: float, ratio: float, high: float, figure: str = "throughput") -> E
     ],
 )
 def test_an_interval_decides(text: str, interval: tuple[float, float, float], outcome: str) -> None:
-    assert judge(parse_expectation(text), seen(*interval)) == outcome
+    assert judge_expectation(parse_expectation(text), seen(*interval)) == outcome
 
 
 def test_a_tail_has_to_move_by_more_than_a_median() -> None:
-    assert judge(parse_expectation("falls"), seen(0.88, 0.9, 0.92, "itl_p50")) == "met"
-    assert judge(parse_expectation("falls"), seen(0.88, 0.9, 0.92, "itl_p99")) == "missed"
+    assert judge_expectation(parse_expectation("falls"), seen(0.88, 0.9, 0.92, "itl_p50")) == "met"
+    assert judge_expectation(parse_expectation("falls"), seen(0.88, 0.9, 0.92, "itl_p99")) == "missed"
 
 
 def test_a_range_is_where_side_b_ends() -> None:
-    assert judge(parse_expectation("0.7 to 0.9"), estimate("kv_max", [1.0, 1.0], [0.8, 0.8])) == "met"
-    assert judge(parse_expectation("0.7 to 0.9"), estimate("kv_max", [1.0, 1.0], [0.2, 0.2])) == "missed"
+    assert (
+        judge_expectation(parse_expectation("0.7 to 0.9"), estimate("kv_max", [1.0, 1.0], [0.8, 0.8]))
+        == "met"
+    )
+    assert (
+        judge_expectation(parse_expectation("0.7 to 0.9"), estimate("kv_max", [1.0, 1.0], [0.2, 0.2]))
+        == "missed"
+    )
 
 
 def test_counts_that_may_be_none_are_compared_by_their_differences() -> None:
     gone = estimate("preemptions", [10.0, 12.0, 8.0], [0.0, 0.0, 0.0])
     assert (gone.a, gone.b, gone.ratio) == (10.0, 0.0, 0.0)
-    assert judge(parse_expectation("0"), gone) == "met"
+    assert judge_expectation(parse_expectation("0"), gone) == "met"
     some = estimate("preemptions", [10.0, 12.0, 8.0], [0.0, 1.0, 0.0])
     assert some.low == 0.0
-    assert judge(parse_expectation("towards 0"), some) == "met"
+    assert judge_expectation(parse_expectation("towards 0"), some) == "met"
 
 
 def test_what_side_a_never_had_cannot_fall() -> None:
     none = estimate("preemptions", [0.0, 0.0], [0.0, 0.0])
-    assert judge(parse_expectation("falls"), none) == "missed"
-    assert judge(parse_expectation("unchanged"), none) == "met"
-    assert judge(parse_expectation("towards 0"), none) == "open", "there was none to lose"
-    assert judge(parse_expectation("rises"), estimate("preemptions", [0.0, 0.0], [3.0, 4.0])) == "met"
+    assert judge_expectation(parse_expectation("falls"), none) == "missed"
+    assert judge_expectation(parse_expectation("unchanged"), none) == "met"
+    assert judge_expectation(parse_expectation("towards 0"), none) == "open", "there was none to lose"
+    assert (
+        judge_expectation(parse_expectation("rises"), estimate("preemptions", [0.0, 0.0], [3.0, 4.0]))
+        == "met"
+    )
 
 
 def test_a_figure_that_is_missing_decides_nothing() -> None:
     unknown = estimate("preemptions", [math.nan, 1.0], [1.0, 1.0])
-    assert judge(parse_expectation("falls"), unknown) == "open"
+    assert judge_expectation(parse_expectation("falls"), unknown) == "open"
 
 
 def test_a_single_pair_proves_nothing() -> None:
-    assert judge(parse_expectation("falls"), estimate("itl_p99", [10.0], [1.0])) == "open"
+    assert judge_expectation(parse_expectation("falls"), estimate("itl_p99", [10.0], [1.0])) == "open"
 
 
 @pytest.mark.parametrize("text", ["better", "a little less", "towards the baseline", ""])

@@ -10,13 +10,13 @@ import pytest
 from doctor.diagnosis.experiment import (
     Experiment,
     ExperimentError,
-    Side,
+    ExperimentSide,
     Stream,
     overlaid,
     read_reproduction,
 )
 from doctor.diagnosis.playbook import load_all, parse_playbook
-from doctor.proof.experiment_load import describe, schedule
+from doctor.proof.experiment_load import describe_load, schedule
 from doctor.proof.experiment_target import fleet_scrapes
 from loadgen.measure.record import Records
 from loadgen.plan.workload import Schedule
@@ -51,7 +51,9 @@ def test_an_experiment_tries_a_cure_of_its_page(book: Any) -> None:
 def test_what_is_not_said_has_a_default() -> None:
     experiment = only(PLAIN)
     assert (experiment.target, experiment.model, experiment.simulated) == ("bundled", "bundled", False)
-    assert experiment.sick == Side({"max_num_seqs": 2}, (Stream("chat", (64, 64), (8, 16), clients=2),))
+    assert experiment.sick == ExperimentSide(
+        {"max_num_seqs": 2}, (Stream("chat", (64, 64), (8, 16), clients=2),)
+    )
 
 
 def test_the_cure_is_what_is_prescribed_over_what_stands_for_advice() -> None:
@@ -106,7 +108,7 @@ def test_a_page_names_its_file_in_the_complaint() -> None:
 
 
 def made(*streams: Mapping[str, Any], seed: int = 1, warmup: bool = True) -> Schedule:
-    side = overlaid(Side(), {"load": list(streams)})
+    side = overlaid(ExperimentSide(), {"load": list(streams)})
     return schedule(side.load, seed=seed, seconds=5.0, warmup=warmup)
 
 
@@ -145,8 +147,8 @@ def test_a_warm_up_knows_every_shared_part_and_may_be_left_out() -> None:
 
 
 def test_a_stream_is_described_in_words() -> None:
-    (stream,) = overlaid(Side(), {"load": [{**CHAT, "shared": 20, "header": 5}]}).load
-    assert describe(stream) == "2 clients of chat (64 in, 8-16 out, 20 shared behind a header of 5)"
+    (stream,) = overlaid(ExperimentSide(), {"load": [{**CHAT, "shared": 20, "header": 5}]}).load
+    assert describe_load(stream) == "2 clients of chat (64 in, 8-16 out, 20 shared behind a header of 5)"
 
 
 def test_a_fleet_is_scraped_as_one_page_with_instances(small_fleet: tuple[Records, ...]) -> None:

@@ -15,9 +15,8 @@ from loadgen.compare import Pair, compare_runs
 from loadgen.measure.record import Records
 from loadgen.output import comparison
 from loadgen.output.comparison_page import comparison_page
-from loadgen.output.escape import code, code_block, markdown, printable
-from loadgen.output.report import markdown as run_markdown
-from loadgen.output.report import print_report
+from loadgen.output.escape import code, code_block, markdown_text, printable
+from loadgen.output.report import print_run, run_markdown
 from loadgen.output.run_page import run_page
 
 HOSTILE = "\x1b[31m[red]<img src=x>\u202e|x"
@@ -54,10 +53,10 @@ def test_what_is_not_printable_is_shown_as_an_escape(char: str) -> None:
 
 
 def test_markdown_has_no_tag_link_code_or_column_of_a_value() -> None:
-    assert markdown("a|b <img> </p> &copy; [x](u) `c` \\\n# d") == (
+    assert markdown_text("a|b <img> </p> &copy; [x](u) `c` \\\n# d") == (
         r"a\|b &lt;img> &lt;/p> &amp;copy; \[x](u) \`c\` \\ # d"
     )
-    assert markdown("itl_p99 < 50 ms, a<5 & b") == "itl_p99 < 50 ms, a<5 & b"
+    assert markdown_text("itl_p99 < 50 ms, a<5 & b") == "itl_p99 < 50 ms, a<5 & b"
 
 
 def test_code_ends_where_its_fence_is() -> None:
@@ -70,7 +69,7 @@ def test_code_ends_where_its_fence_is() -> None:
 def test_a_run_shows_hostile_text_as_text() -> None:
     run = hostile_run()
     out = io.StringIO()
-    print_report(run, out)
+    print_run(run, out)
     for text in (out.getvalue(), run_markdown(run), without_library(run_page(run))):
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
         assert r"\x1b" in text
@@ -85,7 +84,11 @@ def test_a_run_shows_hostile_text_as_text() -> None:
 def test_a_comparison_shows_hostile_text_as_text() -> None:
     found = compare_runs([Pair(0, hostile_run(), hostile_run())], ["itl_p50"])
     found = replace(found, a={"server": HOSTILE}, b={"server": "b"}, notes=(HOSTILE,))
-    for text in (comparison.text(found), comparison.markdown(found), without_library(comparison_page(found))):
+    for text in (
+        comparison.comparison_text(found),
+        comparison.comparison_markdown(found),
+        without_library(comparison_page(found)),
+    ):
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
         assert r"\x1b" in text
     assert "img" not in Tags(comparison_page(found)).found

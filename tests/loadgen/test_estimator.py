@@ -10,7 +10,16 @@ import pytest
 from scipy import stats
 
 from benchmarks.loadgen.coverage import WORLDS, coverage
-from loadgen.measure.estimator import Estimate, Verdict, estimate, floor_of, holm, judge, overall, rises
+from loadgen.measure.estimator import (
+    Estimate,
+    Verdict,
+    estimate,
+    floor_of,
+    holm,
+    judge_estimate,
+    overall,
+    rises,
+)
 
 
 def test_interval_and_p_are_students_on_log_ratios() -> None:
@@ -33,7 +42,7 @@ def test_two_pairs_give_an_honestly_wide_interval() -> None:
 def test_one_pair_proves_nothing() -> None:
     effect = estimate("ttft_p50", [100], [10])
     assert (effect.low, effect.high, effect.p) == (0, math.inf, 1)
-    assert judge(effect, 1.0) == "inconclusive"
+    assert judge_estimate(effect, 1.0) == "inconclusive"
 
 
 def test_equal_runs_have_a_point_interval() -> None:
@@ -93,7 +102,7 @@ def _effect(ratio: float, low: float, high: float) -> Estimate:
 )
 def test_judge(effect: Estimate, p: float, more_is_better: bool, verdict: Verdict) -> None:
     seen = replace(effect, figure="throughput" if more_is_better else "ttft_p50")
-    assert judge(seen, p) == verdict
+    assert judge_estimate(seen, p) == verdict
 
 
 def test_the_worst_verdict_decides() -> None:
@@ -123,7 +132,9 @@ def test_false_alarms_and_power_over_eight_pairs_of_noisy_runs() -> None:
         for metric, spread in noise.items():
             a, b = np.exp(rng.normal(0, spread, (2, 8)))
             effects.append(estimate(metric, a, b * (1 / slower if rises(metric) else slower)))
-        return [judge(effect, p) for effect, p in zip(effects, holm([e.p for e in effects]), strict=True)]
+        return [
+            judge_estimate(effect, p) for effect, p in zip(effects, holm([e.p for e in effects]), strict=True)
+        ]
 
     same = [verdicts(1.0) for _ in range(1000)]
     slower = [verdicts(1.1) for _ in range(1000)]

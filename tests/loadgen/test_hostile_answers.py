@@ -14,7 +14,7 @@ import pytest
 from mock_sse_server import HEAD, choice, chunk, event, running, usage
 
 from loadgen.measure.record import Failure
-from loadgen.measure.run_validity import judge
+from loadgen.measure.run_validity import judge_run
 from loadgen.plan.arrivals import ClosedLoop
 from loadgen.plan.workload import preset
 from loadgen.recording.proxy import Passage
@@ -200,7 +200,7 @@ def test_a_hostile_answer_ends_in_its_failure(url: str, name: str, tmp_path: Pat
     (record,) = run.requests
     assert record.failure is HOSTILE[name][0], record
     assert record.failure is not None or record.tokens == 2
-    assert judge(run)[0]
+    assert judge_run(run)[0]
     run.save(tmp_path / "run.json")
 
 

@@ -13,7 +13,7 @@ from recorded_exchange import event, exchange, planned, text
 from loadgen.measure.record import Failure, Records
 from loadgen.measure.serverside import timeline
 from loadgen.measure.stats import Summary
-from loadgen.output.report import markdown, part_rows
+from loadgen.output.report import part_rows, run_markdown
 from loadgen.output.run_page import run_page
 from loadgen.wire.completion import parse_exchange
 
@@ -99,12 +99,12 @@ def test_the_parts_of_a_ttft_add_up_to_it() -> None:
     assert [row[1] for row in rows if row[0] == "all"] == [
         "send lateness", "in the queue", "in prefill", "elsewhere",
     ]  # fmt: skip
-    assert "| all | in prefill | 6" in markdown(told_run())
+    assert "| all | in prefill | 6" in run_markdown(told_run())
 
 
 def test_without_a_word_from_the_server_there_is_no_table_of_parts() -> None:
     assert list(part_rows(Summary(records()))) == []
-    assert "in prefill" not in markdown(records())
+    assert "in prefill" not in run_markdown(records())
     assert math.isnan(Summary(records()).value("queue_p50"))
 
 

@@ -11,7 +11,7 @@ import pytest
 from made_runs import records
 from scipy.stats import t
 
-from loadgen.commands.sweep_command import conclusions, table, to_json
+from loadgen.commands.sweep_command import conclusions, sweep_json, sweep_table
 from loadgen.measure.record import Records
 from loadgen.measure.stats import Summary
 from loadgen.measure.sweep import PRIOR_RUNS, SPREAD, Capacity, Sweep, SweepError
@@ -103,7 +103,7 @@ def test_no_level_that_meets_the_bounds_is_an_answer() -> None:
     found = Sweep(server(lambda level: 50.0), BOUND).highest(4.0)
     assert found.best is None
     assert "No level is shown to meet the bounds" in conclusions(found)[0]
-    assert to_json(found)["best"] is None
+    assert sweep_json(found)["best"] is None
 
 
 def test_a_server_that_never_misses_ends_the_search() -> None:
@@ -169,13 +169,13 @@ def test_the_knee_is_where_throughput_over_response_time_is_largest() -> None:
     found = Sweep(measure).curve([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])
     assert found.knee is not None
     assert found.knee.value == 8.0
-    assert "knee" in table(found)[4][-1]
+    assert "knee" in sweep_table(found)[4][-1]
     assert Capacity("rate", found.levels[:2], 0.1).knee is None
 
 
 def test_tables_and_json_agree_on_every_level() -> None:
     found = Sweep(server(steady), BOUND).highest(4.0)
-    rows, answer = table(found), to_json(found)
+    rows, answer = sweep_table(found), sweep_json(found)
     assert [row[0] for row in rows[1:]] == [f"{level['level']:g}" for level in answer["levels"]]
     assert answer["best"] == found.best.value if found.best else False
     assert all(len(row) == len(rows[0]) for row in rows)

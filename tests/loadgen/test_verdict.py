@@ -8,7 +8,7 @@ from recorded_exchange import HEALTHY, record, records
 
 from loadgen.measure.backlog import backlog
 from loadgen.measure.record import Failure, Records, RequestRecord
-from loadgen.measure.run_validity import judge
+from loadgen.measure.run_validity import judge_run
 from loadgen.measure.window import in_flight, measured_window
 
 
@@ -23,11 +23,11 @@ def overloaded(count: int = 100) -> list[RequestRecord]:
 
 
 def test_a_steady_run_is_ok() -> None:
-    assert judge(records(steady())) == ("ok", ())
+    assert judge_run(records(steady())) == ("ok", ())
 
 
 def test_a_late_loop_makes_the_client_the_limit() -> None:
-    verdict, reasons = judge(records(steady(), client=replace(HEALTHY, lag_p99=0.006)))
+    verdict, reasons = judge_run(records(steady(), client=replace(HEALTHY, lag_p99=0.006)))
     assert verdict == "client_limited"
     assert reasons == ("the client's loop was late by 6.0 ms at p99",)
 
@@ -35,38 +35,38 @@ def test_a_late_loop_makes_the_client_the_limit() -> None:
 def test_lag_is_judged_against_what_is_measured_at_the_same_percentile() -> None:
     """Half the gaps take 10 ms, one in fifty 500 ms: 10 ms of lag at p99 move nothing, at p50 everything."""
     made = [record(k, k / 10, gap_s=0.5 if k % 50 == 0 else 0.01) for k in range(100)]
-    assert judge(records(made, client=replace(HEALTHY, lag_p99=0.01)))[0] != "client_limited"
-    assert judge(records(made, client=replace(HEALTHY, lag_p50=0.01)))[0] == "client_limited"
-    assert judge(records(made, client=replace(HEALTHY, lag_p95=0.01)))[0] == "client_limited"
+    assert judge_run(records(made, client=replace(HEALTHY, lag_p99=0.01)))[0] != "client_limited"
+    assert judge_run(records(made, client=replace(HEALTHY, lag_p50=0.01)))[0] == "client_limited"
+    assert judge_run(records(made, client=replace(HEALTHY, lag_p95=0.01)))[0] == "client_limited"
 
 
 def test_late_sending_makes_the_client_the_limit() -> None:
-    assert judge(records(steady(late_s=0.04)))[0] == "client_limited"
-    assert judge(records(steady(late_s=0.02)))[0] == "ok"  # of 300 ms TTFT
+    assert judge_run(records(steady(late_s=0.04)))[0] == "client_limited"
+    assert judge_run(records(steady(late_s=0.02)))[0] == "ok"  # of 300 ms TTFT
 
 
 def test_lateness_behind_a_cap_is_the_cap_and_not_the_client() -> None:
-    assert judge(records(steady(late_s=0.04), mode="semi-open"))[0] == "ok"
+    assert judge_run(records(steady(late_s=0.04), mode="semi-open"))[0] == "ok"
 
 
 def test_a_stall_is_located() -> None:
-    verdict, reasons = judge(records(steady(), client=replace(HEALTHY, stalls=((3.21, 0.3),))))
+    verdict, reasons = judge_run(records(steady(), client=replace(HEALTHY, stalls=((3.21, 0.3),))))
     assert verdict == "client_limited"
     assert reasons == ("the client stood still for 300 ms at 3.21 s",)
 
 
 def test_a_stall_in_the_drain_hurts_nothing() -> None:
-    assert judge(records(steady(), client=replace(HEALTHY, stalls=((11.0, 0.3),))))[0] == "ok"
+    assert judge_run(records(steady(), client=replace(HEALTHY, stalls=((11.0, 0.3),))))[0] == "ok"
 
 
 def test_a_busy_client_is_the_limit() -> None:
-    assert judge(records(steady(), client=replace(HEALTHY, cpu=9.0)))[0] == "client_limited"
-    assert judge(records(steady(), client=replace(HEALTHY, cpu=9.0, workers=2)))[0] == "ok"
+    assert judge_run(records(steady(), client=replace(HEALTHY, cpu=9.0)))[0] == "client_limited"
+    assert judge_run(records(steady(), client=replace(HEALTHY, cpu=9.0, workers=2)))[0] == "ok"
 
 
 def test_overload_is_told_from_the_pile() -> None:
     run = records(overloaded())
-    verdict, reasons = judge(run)
+    verdict, reasons = judge_run(run)
     assert verdict == "server_saturated"
     assert "piled up" in reasons[0]
     assert backlog(run) == pytest.approx(30, abs=3)
@@ -95,7 +95,7 @@ def test_traffic_that_rises_is_no_backlog() -> None:
     assert level[1] > 2 * level[0]
     assert level[1] - level[0] > 0.1 * len(run.requests)
     assert backlog(run) == 0
-    assert judge(run)[0] != "server_saturated"
+    assert judge_run(run)[0] != "server_saturated"
 
 
 def test_traffic_that_rises_above_what_is_served_is_one() -> None:
@@ -113,30 +113,30 @@ def test_a_stable_queue_is_not_taken_for_a_growing_one(seed: int) -> None:
         made.append(record(k, float(arrival), first_s=free - arrival, tokens=1))
     run = records(made, window=(0.0, float(at[-1])))
     assert backlog(run) == 0
-    assert judge(run)[0] != "server_saturated"
+    assert judge_run(run)[0] != "server_saturated"
 
 
 def test_unfinished_requests_are_saturation() -> None:
     made = steady()
     made[-1] = replace(made[-1], failure=Failure.UNFINISHED)
-    assert judge(records(made))[0] == "server_saturated"
+    assert judge_run(records(made))[0] == "server_saturated"
 
 
 def test_drift_of_ttft() -> None:
     made = [record(k, k / 10, first_s=0.1 if k < 50 else 0.2) for k in range(100)]
-    verdict, reasons = judge(records(made))
+    verdict, reasons = judge_run(records(made))
     assert verdict == "unsteady"
     assert "TTFT drifted" in reasons[0]
 
 
 def test_few_samples() -> None:
-    verdict, reasons = judge(records([record(k, k / 3) for k in range(28)]))
+    verdict, reasons = judge_run(records([record(k, k / 3) for k in range(28)]))
     assert verdict == "too_few_samples"
     assert reasons == ("28 requests were measured; even a p90 needs 29",)
 
 
 def test_the_worst_verdict_wins_and_all_reasons_stay() -> None:
-    verdict, reasons = judge(records(overloaded(), client=replace(HEALTHY, lag_p99=0.5)))
+    verdict, reasons = judge_run(records(overloaded(), client=replace(HEALTHY, lag_p99=0.5)))
     assert verdict == "client_limited"
     assert any("piled up" in reason for reason in reasons)
 
@@ -145,7 +145,7 @@ def test_notes_are_no_verdict() -> None:
     made = steady()
     made[5] = replace(made[5], failure=Failure.RATE_LIMITED)
     made[6] = replace(made[6], completion_tokens=None)
-    verdict, reasons = judge(records(made, warmup_failures=("x: y",), partial=True))
+    verdict, reasons = judge_run(records(made, warmup_failures=("x: y",), partial=True))
     assert verdict == "ok"
     assert reasons == (
         "failed: 1 rate limited",
@@ -156,7 +156,7 @@ def test_notes_are_no_verdict() -> None:
 
 
 def test_an_empty_run_is_judged() -> None:
-    assert judge(records([]))[0] == "too_few_samples"
+    assert judge_run(records([]))[0] == "too_few_samples"
 
 
 def test_requests_in_flight() -> None:
