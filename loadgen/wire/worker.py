@@ -46,13 +46,14 @@ def read_frame(stream: IO[bytes]) -> Any:
 
 
 def _read_exactly(stream: IO[bytes], count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        part = stream.read(count - len(data))
+    parts = []
+    while count:
+        part = stream.read(count)
         if not part:
             raise EOFError
-        data += part
-    return bytes(data)
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
 
 
 class Worker:
