@@ -1,4 +1,4 @@
-"""What can be had at once: the feasible trials that no other beats in ITL, TTFT and throughput together."""
+"""The Pareto front: the feasible trials that no other beats in ITL, TTFT and throughput together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ AXES: Mapping[str, int] = {"itl_es99": 1, "ttft_es95": 1, "throughput": -1}
 
 @dataclass(frozen=True)
 class Front:
-    """Non-dominated trials, by the first metric; ``knee``: the number of the one that gives up least."""
+    """Non-dominated trials, by the first metric; ``knee``: the number of the best compromise."""
 
     metrics: tuple[str, ...]
     trials: tuple[TrialResult, ...]

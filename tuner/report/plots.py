@@ -212,9 +212,7 @@ def cost(items: Sequence[CostItem]) -> go.Figure:
         orientation="h",
         marker_color=AFTER,
     )
-    return _dress(figure, "What the time went into", "seconds", "").update_layout(
-        margin={**_MARGIN, "l": 300}
-    )
+    return _dress(figure, "Time spent", "seconds", "").update_layout(margin={**_MARGIN, "l": 300})
 
 
 def importances(shares: Mapping[str, float], by_effect: bool) -> go.Figure:

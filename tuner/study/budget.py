@@ -159,18 +159,17 @@ class Plan:
 
     def describe(self) -> str:
         trial, confirm = format_seconds(self.trial_seconds), format_seconds(self.confirm_seconds)
-        cost = f"a start costs {self.start_seconds:.1f} s, a whole trial about {trial}"
+        cost = f"a start costs {self.start_seconds:.1f} s, a trial about {trial}"
         if self.budget_seconds is None:
             return (
-                f"{cost}; up to {self.max_trials} trials; "
-                f"the confirmation ({self.pairs} pairs of runs) comes after them and takes {confirm}"
+                f"{cost}. No budget: up to {self.max_trials} trials, then {confirm} for the confirmation "
+                f"({self.pairs} pairs of runs)"
             )
         budget, spent = format_seconds(self.budget_seconds), format_seconds(self.spent_seconds)
-        loads = f" and {format_seconds(self.loads_seconds)} for other loads" if self.loads_seconds else ""
+        loads = f", {format_seconds(self.loads_seconds)} for other loads" if self.loads_seconds else ""
         return (
-            f"{cost}; of {budget}, {spent} are spent and {confirm} kept for the confirmation "
-            f"({self.pairs} pairs of runs){loads}, "
-            f"which leaves time for about {self.affordable_trials} trials"
+            f"{cost}. Budget {budget}: {spent} used, {confirm} reserved for the confirmation "
+            f"({self.pairs} pairs of runs){loads}, room for about {self.affordable_trials} trials"
         )
 
 

@@ -256,7 +256,8 @@ def _doubt(bound: Bound, value: float, low: float, high: float) -> str:
     """Why it is not sure that ``bound`` is held by a value with a 95 % interval; "" where it is."""
     if bound.violation(value) > 0:
         return ": missed"
-    return "" if holds(bound, value, low, high, GUARD_SHARE) else ": held too closely to be sure of it"
+    held = holds(bound, value, low, high, GUARD_SHARE)
+    return "" if held else ": held, but its interval reaches beyond the limit"
 
 
 def holds(bound: Bound, value: float, low: float, high: float, share: float) -> bool:

@@ -1,4 +1,4 @@
-"""What a study's time went into."""
+"""What a study's time was spent on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tuner.runs.result import TrialResult
 SPENT_ON = "spent_on"
 """The study's attribute with the seconds that trials do not account for, by purpose."""
 PURPOSES = {
-    "profile": "finding out the device's speed and the load",
+    "profile": "calibration: the device's speed and the load",
     "start": "starting servers",
     "warm-up": "warming up, scraping, parsing",
     "load": "measuring trials",

@@ -113,9 +113,9 @@ class LoadSelection:
         scale = job.scale or fitting_scale(job.workload, context, alone.prefill_speed)
         workload = self.workload(context, scale)
         observer.note(
-            f"alone, a prompt is prefilled at {alone.prefill_speed:.0f} tokens/s, and a token takes "
-            f"{alone.itl * 1e3:.3g} ms"
-            + ("" if alone.steady else " (no two requests took the same: is the server used by others?)")
+            f"single-request speed: prefill {alone.prefill_speed:,.0f} tok/s, decode "
+            f"{alone.itl * 1e3:.3g} ms/token"
+            + ("" if alone.steady else " (no two requests took the same time: do others use the server?)")
             + (f"; load: {workload.description}" if self.trace is None else "")
         )
         profile = Profile(

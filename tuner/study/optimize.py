@@ -301,7 +301,8 @@ class Optimizer:
             if len(launched) == 1 and self.plan is not None and self.job.budget is not None:
                 return self.plan.shortage
             count = len(launched) - 1
-            return "1 trial was afforded" if count == 1 else f"{count} trials were afforded"
+            trials = "1 trial" if count == 1 else f"{count} trials"
+            return f"{trials} were asked for" if count == self.job.trials else f"the budget allowed {trials}"
         return ""
 
     def _launched(self) -> list[TrialResult]:

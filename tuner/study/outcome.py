@@ -223,5 +223,5 @@ def describe_trial(result: TrialResult, objective: Objective) -> str:
         return f"{text}; stopped early: {result.reason}"
     if not result.judged:
         return f"{text}; not judged: your config was not measured on these requests"
-    missed = [name for name, v in result.violations.items() if v > 0]
+    missed = [metric_label(name) for name, v in result.violations.items() if v > 0]
     return f"{text}; misses {', '.join(missed)}" if missed else f"{text}; feasible"

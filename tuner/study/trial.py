@@ -90,8 +90,10 @@ class Bench:
     @contextmanager
     def open(self, flags: Mapping[str, Any]) -> Iterator[OpenTarget]:
         """A server with these flags. Raises ServerFailed and SetupFailed."""
-        self.observer.step("starting the server")
-        with _faults("did not start"), self.target.open(flags) as server, _faults("died under load", server):
+        ours = self.target.restartable
+        self.observer.step("starting the server" if ours else f"connecting to {self.target.name}")
+        failing = _faults("did not start" if ours else "does not serve")
+        with failing, self.target.open(flags) as server, _faults("died under load", server):
             yield server
 
     def trial(

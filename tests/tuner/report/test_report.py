@@ -124,7 +124,7 @@ def test_figures_show_what_was_promised(facts: Any) -> None:
         "The search, trial by trial",
     ]
     assert "max_num_batched_tokens, through the best config" in titles
-    assert titles[-2:] == ["KV pool over the token budget", "What the time went into"]
+    assert titles[-2:] == ["KV pool over the token budget", "Time spent"]
     before, after = figures(facts)[0].data
     assert max(before.x) > max(after.x)
 
@@ -241,7 +241,7 @@ def test_what_nobody_was_ever_short_of_is_said_to_do_nothing(facts: Any, tmp_pat
     assert {int(word) for word in places.inactive} == {int(w) for w in places.untried if int(w) > 128}
     assert not knobs["max_num_batched_tokens"].inactive
     pages = [path.read_text() for path in write_report(without)]
-    assert ["do nothing: what they change was never short" in page for page in pages] == [False, True, True]
+    assert ["was never the limit" in page for page in pages] == [False, True, True]
     full = [dataclasses.replace(r, peak_kv_usage=0.9, peak_running=128) for r in told]
     assert not any(knob.inactive for knob in dataclasses.replace(without, results=full).coverage.knobs)
 
@@ -346,7 +346,7 @@ def test_report_of_nothing_better(tmp_path: Path) -> None:
     paths = write_report(facts)
     text = paths[1].read_text()
     assert "No improvement found" in text
-    assert "## Keep" in text
+    assert "## Keep your current command" in text
     assert "Roll back" not in text
 
 

@@ -136,7 +136,7 @@ def test_a_bound_that_is_only_just_held_is_not_held() -> None:
         )
 
     assert held("itl_es99<500ms").confirmed
-    assert "held too closely to be sure of it" in held("itl_es99<360ms").problems[0]
+    assert "held, but its interval reaches beyond the limit" in held("itl_es99<360ms").problems[0]
     assert "missed" in held("itl_es99<330ms").problems[0]
 
 

@@ -69,7 +69,7 @@ def test_the_plan_keeps_time_for_the_confirmation(make: Any) -> None:
     plan = optimizer.plan
     assert plan.confirm_seconds + plan.affordable_trials * plan.trial_seconds <= 1000
     assert plan.pairs == 8
-    assert any("kept for the confirmation (8 pairs of runs)" in note for note in notebook.notes)
+    assert any("reserved for the confirmation (8 pairs of runs)" in note for note in notebook.notes)
     assert any("a start costs 2.0 s" in note for note in notebook.notes)
 
 
