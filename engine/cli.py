@@ -57,7 +57,7 @@ def explain(
     ] = ExplainFormat.table,
 ) -> None:
     """Run the scheduler on the requests and print its steps. See EXPLAIN_HELP. Raises ExplainError."""
-    from engine.explain.explain import explain as run
+    from engine.explain.explain import explain_steps
     from engine.explain.explain_input import ExplainError, load, read_config, read_requests
 
     if config == requests == "-":
@@ -66,7 +66,7 @@ def explain(
     arrivals = read_requests(load(requests), setup)
     for warning in setup.warnings:
         typer.echo(f"warning: {warning}", err=True)
-    steps = run(setup, arrivals)
+    steps = explain_steps(setup, arrivals)
     if format is ExplainFormat.jsonl:
         for step in steps:
             typer.echo(json.dumps(step.row(setup.speculative)))

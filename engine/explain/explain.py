@@ -67,7 +67,7 @@ class ExplainedStep:
         return row
 
 
-def explain(setup: Setup, arrivals: Sequence[ExplainRequest]) -> Iterator[ExplainedStep]:
+def explain_steps(setup: Setup, arrivals: Sequence[ExplainRequest]) -> Iterator[ExplainedStep]:
     """Run until every request is finished. Raises ExplainError once nothing can ever happen again."""
     scheduler = make_scheduler(setup.engine, setup.num_gpu_blocks, setup.num_host_blocks)
     if isinstance(scheduler, UnifiedScheduler):

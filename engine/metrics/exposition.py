@@ -11,7 +11,7 @@ from itertools import chain
 
 from prometheus_client.utils import floatToGoString
 
-from engine.metrics.families import Family, Labels
+from engine.metrics.families import Labels, MetricFamily
 
 _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 
@@ -19,7 +19,7 @@ _ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
 class Exposition:
     """What prometheus_client would write of ``families``, without the times of their creation."""
 
-    def __init__(self, families: Sequence[Family]) -> None:
+    def __init__(self, families: Sequence[MetricFamily]) -> None:
         self._children = [child for family in families for _, child in family.children]
         self._heads = list(chain.from_iterable(map(_heads, families)))
         self._seen: list[float | None] = [None] * len(self._heads)
@@ -36,7 +36,7 @@ class Exposition:
         return "".join(lines)
 
 
-def _heads(family: Family) -> Iterator[str]:
+def _heads(family: MetricFamily) -> Iterator[str]:
     """What precedes each number of a family: the labelled name, and before the first one the comments."""
     name = f"{family.name}_total" if family.kind == "counter" else family.name
     before = f"# HELP {name} {family.text}\n# TYPE {name} {family.kind}\n"

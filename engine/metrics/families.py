@@ -71,7 +71,7 @@ class Histogram:
 Child = TypeVar("Child", Number, Histogram)
 
 
-class Family(Collector):
+class MetricFamily(Collector):
     """A metric of one name, with a child per set of label values. All children are there from the start."""
 
     def __init__(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 
-from engine.metrics.families import Child, Family, Histogram, Kind, Labels, Number
+from engine.metrics.families import Child, Histogram, Kind, Labels, MetricFamily, Number
 from engine.metrics.stats import FinishedStats, StepStats
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -57,7 +57,7 @@ class PrometheusMetrics:
         cache_info: Mapping[str, object] | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
-        self.families: list[Family] = []
+        self.families: list[MetricFamily] = []
         """The engine's families, in order; the registry has those of the process as well."""
         self._labels = {"model_name": model_name, "engine": "0"}
         ProcessCollector(registry=self.registry)
@@ -260,6 +260,6 @@ class PrometheusMetrics:
         return child
 
     def _register(self, name: str, text: str, kind: Kind, children: Sequence[tuple[Labels, Child]]) -> None:
-        family = Family(f"vllm:{name}", text, kind, children)
+        family = MetricFamily(f"vllm:{name}", text, kind, children)
         self.registry.register(family)
         self.families.append(family)

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.fields import INT64, FieldError, Integer, NaturalNumber, PositiveInteger
 from engine.request import SamplingParams
 from engine.server.json_body import RequestError, read_body
-from engine.server.structured_params import StructureFields, parse_structure
+from engine.server.structured_params import StructureFields, parse_structured_outputs
 
 Prompt = str | tuple[int, ...]
 MAX_SEQUENCES = 2048
@@ -163,7 +163,7 @@ class GenerationBody(StructureFields, kw_only=True):
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            structured_outputs=parse_structure(self),
+            structured_outputs=parse_structured_outputs(self),
         )
 
 

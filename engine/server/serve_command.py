@@ -223,7 +223,7 @@ def serve(
 ) -> None:
     """Start the server; every parameter but the first eight is the field of EngineConfig of the same name."""
     from engine.server.options import ServerOptions
-    from engine.server.server import serve as run
+    from engine.server.server import run_server
 
     given = dict(context.params)
     try:
@@ -241,7 +241,7 @@ def serve(
             enable_prompt_tokens_details,
             enable_per_request_metrics,
         )
-        code = run(config, options, _non_default(context, given))
+        code = run_server(config, options, _non_default(context, given))
     except KeyboardInterrupt:  # before the server has taken over the signals
         raise typer.Exit(130) from None
     raise typer.Exit(code)

@@ -23,7 +23,7 @@ from engine.server.process import EngineProcess, EngineStartError
 logger = logging.getLogger("vtune.server")
 
 
-def serve(config: EngineConfig, options: ServerOptions, non_default: Mapping[str, Any]) -> int:
+def run_server(config: EngineConfig, options: ServerOptions, non_default: Mapping[str, Any]) -> int:
     """Serve until a signal, or the engine's death. Returns the exit code.
 
     ``non_default`` is what the user asked for, for the log. Raises ServeError, ModelError, FetchError.

@@ -56,7 +56,7 @@ class StructureFields(Struct):
     structured_outputs: StructuredOutputs | None = None
 
 
-def parse_structure(body: StructureFields) -> StructuredOutputsParams | None:
+def parse_structured_outputs(body: StructureFields) -> StructuredOutputsParams | None:
     """The structure that is asked for, if any. Raises RequestError."""
     given = body.structured_outputs or StructuredOutputs()
     for name in ("structural_tag", "disable_additional_properties"):

@@ -14,7 +14,7 @@ from engine.baselines.two_track import TwoTrackScheduler
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import ConfigError
-from engine.explain.explain import explain
+from engine.explain.explain import explain_steps
 from engine.explain.explain_input import ExplainError, read_config, read_requests
 from engine.explain.explain_table import budget_bar, describe_events, describe_setup
 from engine.kernels.host import HostBlocks, block_tensors
@@ -144,7 +144,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 def test_explain_shows_padding() -> None:
     setup = read_config(config())
-    steps = list(explain(setup, read_requests(REQUESTS, setup)))
+    steps = list(explain_steps(setup, read_requests(REQUESTS, setup)))
     assert budget_bar(steps[0]) == "pppppx.........."
     assert "pads with 1" in describe_events(steps[0])
     assert [step.row(False).get("padding") for step in steps] == [1, None, None, 1, 1]
@@ -157,7 +157,7 @@ def test_explain_shows_swaps() -> None:
     changes = {"scheduler": "two-track", "preemption_mode": "swap", "num_host_blocks": 4}
     setup = read_config(config(num_gpu_blocks=5, **changes))
     longer = [{**request, "output_len": 9} for request in REQUESTS]
-    steps = list(explain(setup, read_requests(longer, setup)))
+    steps = list(explain_steps(setup, read_requests(longer, setup)))
     swaps = [step.row(False)["swapped_blocks"] for step in steps if "swapped_blocks" in step.row(False)]
     assert swaps == [{"out": 2, "in": 0}, {"out": 0, "in": 2}]
     assert any("swaps 2 blocks out" in describe_events(step) for step in steps)
@@ -171,7 +171,7 @@ def test_explain_says_what_never_comes_back() -> None:
     with pytest.raises(
         ExplainError, match=r"'A' waits with 9 tokens.*3 needed, 2 free.*raise num_gpu_blocks"
     ):
-        list(explain(setup, alone))
+        list(explain_steps(setup, alone))
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from engine.explain.explain import ExplainedStep, explain
+from engine.explain.explain import ExplainedStep, explain_steps
 from engine.explain.explain_input import read_config, read_requests
 from engine.explain.explain_table import budget_bar, describe_events, describe_share
 from engine.step import AdmissionStop
@@ -37,7 +37,7 @@ def request(name: str, prompt: Prompt, output_len: int = 20, arrival_step: int =
 
 def steps_of(raw_config: dict[str, Any], raw_requests: list[dict[str, Any]]) -> list[ExplainedStep]:
     setup = read_config(raw_config)
-    return list(explain(setup, read_requests(raw_requests, setup)))
+    return list(explain_steps(setup, read_requests(raw_requests, setup)))
 
 
 def shares(step: ExplainedStep) -> dict[str, int]:

@@ -13,7 +13,7 @@ from scheduler_lab import Lab, shares
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.explain.explain import explain
+from engine.explain.explain import explain_steps
 from engine.explain.explain_input import read_config, read_requests
 from engine.request import RequestStatus
 from engine.scheduling.budget import StepBudget
@@ -197,7 +197,7 @@ def test_explain_shows_it() -> None:
     requests = [
         {"id": name, "prompt_token_ids": list(tokens), "output_len": 2} for name, tokens in prompts.items()
     ]
-    first = next(explain(setup, read_requests(requests, setup)))
+    first = next(explain_steps(setup, read_requests(requests, setup)))
     assert first.row(False)["scheduled"] == {"long": 6, "short": 5}
 
 

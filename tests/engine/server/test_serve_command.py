@@ -52,7 +52,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         calls.append(arguments)
         return 0
 
-    monkeypatch.setattr(engine.server.server, "serve", serve)
+    monkeypatch.setattr(engine.server.server, "run_server", serve)
     return calls
 
 

@@ -13,12 +13,12 @@ from engine.server.structured_params import (
     MAX_CHOICES,
     MAX_STRUCTURE_CHARACTERS,
     StructureFields,
-    parse_structure,
+    parse_structured_outputs,
 )
 
 
 def parse(**body: Any) -> StructuredOutputsParams | None:
-    return parse_structure(read_body(body, StructureFields))
+    return parse_structured_outputs(read_body(body, StructureFields))
 
 
 def json_schema(schema: object) -> dict[str, Any]:
