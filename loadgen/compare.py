@@ -159,7 +159,7 @@ def compare(
     else they are restarted in turn, which takes a start a pair. ``time_limit`` in seconds: no pair is begun
     that would probably exceed it (two are made in any case). ``progress`` is called before each run with
     (runs done, runs planned, what comes). ``stop`` ends early; the pair in progress is dropped.
-    ``enough`` is asked after every pair whether those so far will do; whoever asks holds the error of looking
+    ``enough`` is asked after every pair whether those so far will do; the caller holds the error of looking
     several times.
     ``bounds`` are those of goodput. A metric may name a class: ``ttft_p95{class=short}``.
 

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.doctor.fault_catalog import CONTROLS, FAULTS, HEALTHY, Fault, Setup
 from benchmarks.doctor.prometheus import await_first_scrape, load_recordings, prometheus
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
-from doctor.diagnosis.experiment import BUNDLED, ExperimentSide
+from doctor.diagnosis.experiment import BUNDLED_MODEL, ExperimentSide
 from doctor.diagnosis.finding import Finding
 from doctor.metrics.sources import PrometheusSource, Scrapes
 from doctor.proof.experiment_load import schedule
@@ -106,7 +106,7 @@ def _level(value: Any) -> Any:
 
 def injected(fault: Fault, seconds: float, directory: Path) -> Diagnosis:
     """Run a fault's live set-up and diagnose it through a Prometheus."""
-    setup, stage = fault.live, Stage(BUNDLED, BUNDLED, log_dir=directory)
+    setup, stage = fault.live, Stage(BUNDLED_MODEL, BUNDLED_MODEL, log_dir=directory)
     baseline = None
     if setup.earlier is not None:
         with opened(stage, setup.earlier) as server:
@@ -136,7 +136,7 @@ def injected(fault: Fault, seconds: float, directory: Path) -> Diagnosis:
             assume=setup.assume,
             baseline=baseline,
             baseline_flags=None if setup.earlier is None else setup.earlier.engine,
-            kind=KINDS[BUNDLED],
+            kind=KINDS[BUNDLED_MODEL],
         )
         for load in loads:
             load.join()

@@ -35,9 +35,9 @@ class LogIn:
     ca_file: Annotated[
         Path | None, typer.Option(help="Certificates (PEM) to trust for https, such as your own CA's.")
     ] = None
-    insecure: Annotated[bool, typer.Option("--insecure", help="Take any certificate; for tests only.")] = (
-        False
-    )
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Skip TLS certificate checks (testing only).")
+    ] = False
 
     def access(self) -> Access:
         """Raises AccessError for what cannot be read."""

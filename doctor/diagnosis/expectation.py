@@ -24,12 +24,12 @@ from servers.errors import UserError
 
 Outcome = Literal["met", "missed", "open", "allowed"]
 """``open``: the interval decides neither way. ``allowed``: nothing was promised."""
-Kind = Literal["falls", "rises", "by", "at most", "none", "range", "unchanged", "may"]
+ExpectationKind = Literal["falls", "rises", "by", "at most", "none", "range", "unchanged", "may"]
 _SAME = 0.10
 _HALF = 0.5
 _PERCENT = r"([+-]?\d+(?:\.\d+)?)\s?%"
 _NUMBER = r"(\d+(?:\.\d+)?)"
-_FORMS: tuple[tuple[Kind, re.Pattern[str]], ...] = (
+_FORMS: tuple[tuple[ExpectationKind, re.Pattern[str]], ...] = (
     ("may", re.compile(r"may\b")),
     ("unchanged", re.compile(r"unchanged\b")),
     ("by", re.compile(rf"{_PERCENT}(?: to {_PERCENT})?")),
@@ -45,7 +45,7 @@ class Expectation:
     """``low`` and ``high``: of a range, or the least and the most change as ratios."""
 
     text: str
-    kind: Kind
+    kind: ExpectationKind
     low: float = math.nan
     high: float = math.nan
 
@@ -64,7 +64,7 @@ def parse_expectation(text: str) -> Expectation:
     )
 
 
-def _made(text: str, kind: Kind, numbers: Sequence[float]) -> Expectation:
+def _made(text: str, kind: ExpectationKind, numbers: Sequence[float]) -> Expectation:
     if kind == "range":
         return Expectation(text, kind, *numbers)
     if kind != "by":

@@ -17,7 +17,7 @@ from typing import Any
 from doctor.diagnosis.expectation import ExpectationError, parse_expectation
 from servers.errors import UserError
 
-BUNDLED = "bundled"
+BUNDLED_MODEL = "bundled"
 SIMULATED = "simulated:"
 NONE = re.compile(r"none, because \S.*", re.DOTALL)
 ROUTINGS = ("random", "least-loaded", "prefix-aware", "length-pooled")
@@ -28,7 +28,7 @@ class ExperimentError(UserError):
 
 
 @dataclass(frozen=True)
-class Stream:
+class RequestStream:
     """One kind of request, and how it arrives: ``clients`` that each ask again when they are answered, or
     ``rate`` a second whatever the server does. Lengths are tokens, (least, most)."""
 
@@ -56,7 +56,7 @@ class ExperimentSide:
     """Everything about one side of an experiment."""
 
     engine: Mapping[str, Any] = field(default_factory=dict)
-    load: tuple[Stream, ...] = ()
+    load: tuple[RequestStream, ...] = ()
     replicas: int = 1
     routing: str = "least-loaded"
     timeout: float = 600.0
@@ -146,8 +146,8 @@ def _experiment(given: Mapping[str, Any]) -> Experiment:
         sick=sick,
         instead=instead,
         remedy=rest.get("remedy"),
-        target=rest.get("target", BUNDLED),
-        model=rest.get("model", BUNDLED),
+        target=rest.get("target", BUNDLED_MODEL),
+        model=rest.get("model", BUNDLED_MODEL),
         seconds=rest.get("seconds", 12.0),
         slo=rest.get("slo"),
         assume=rest.get("assume", {}),
@@ -163,13 +163,13 @@ def _experiment(given: Mapping[str, Any]) -> Experiment:
     return experiment
 
 
-def _stream(key: str, value: Any) -> Stream:
+def _stream(key: str, value: Any) -> RequestStream:
     given = dict(_mapping(key, value))
     read = {name: _known(_STREAM, name)(f"{key}.{name}", item) for name, item in given.items()}
     for name in ("name", "prompt", "output"):
         if name not in read:
             raise ExperimentError(f"{key}.{name}: is missing")
-    stream = Stream(**read)
+    stream = RequestStream(**read)
     if (stream.clients is None) == (stream.rate is None):
         raise ExperimentError(f"{key}: needs either clients or a rate")
     if stream.shared + stream.header >= stream.prompt[0] and stream.shared:
@@ -231,8 +231,8 @@ def _text(key: str, value: Any) -> str:
 
 def _where(key: str, value: Any) -> str:
     text = _text(key, value)
-    if text != BUNDLED and not text.startswith(SIMULATED):
-        raise ExperimentError(f"{key}: write {BUNDLED}, or {SIMULATED}h100 and the like")
+    if text != BUNDLED_MODEL and not text.startswith(SIMULATED):
+        raise ExperimentError(f"{key}: write {BUNDLED_MODEL}, or {SIMULATED}h100 and the like")
     return text
 
 
@@ -242,7 +242,7 @@ def _routing(key: str, value: Any) -> str:
     return str(value)
 
 
-def _load(key: str, value: Any) -> tuple[Stream, ...]:
+def _load(key: str, value: Any) -> tuple[RequestStream, ...]:
     if not isinstance(value, list) or not value:
         raise ExperimentError(f"{key}: must be a list of streams")
     return tuple(_stream(f"{key}[{number}]", item) for number, item in enumerate(value))

@@ -43,7 +43,7 @@ class Prescription:
     args: str
     text: str
     uncertain: Mapping[str, str]
-    """Flags it was computed from that nobody told us, with where the value is from."""
+    """Flags it was computed from that were not given, with where the value is from."""
     remedy: int = 0
     """Which of the playbook's cures it is."""
     verification: str = "not verified"

@@ -13,7 +13,7 @@ DEFAULTS: Mapping[str, float] = {"slo_itl_p99": 0.2, "slo_ttft_p95": 2.0}
 """Lenient on purpose: a stream slower than 5 tokens a second, or a wait of 2 s for the first token (the upper
 end of what long documents are granted), is bad for anyone."""
 
-NAMES = frozenset({*DEFAULTS, "slow_itl"})
+OBJECTIVE_NAMES = frozenset({*DEFAULTS, "slow_itl"})
 """What rules may name. ``slow_itl`` tells a slow step from a quick one: the ITL objective, or its default."""
 
 JUDGED: Mapping[str, str] = {"itl": "slo_itl_p99", "tpot": "slo_itl_p99", "ttft": "slo_ttft_p95"}

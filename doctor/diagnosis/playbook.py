@@ -21,7 +21,7 @@ from typing import Any, Literal, cast, get_args
 from doctor.diagnosis.cost import Cost
 from doctor.diagnosis.expectation import ExpectationError, parse_expectation
 from doctor.diagnosis.experiment import ExperimentError, Reproduction, read_reproduction
-from doctor.diagnosis.judged_objectives import NAMES as SLO_NAMES
+from doctor.diagnosis.judged_objectives import OBJECTIVE_NAMES as SLO_NAMES
 from doctor.metrics.signals import SIGNALS
 from servers import expression
 from servers.errors import UserError
@@ -233,7 +233,7 @@ class _Reader:
 
     def reproduction(self) -> Reproduction:
         if "reproduce" not in self.matter:
-            return Reproduction(why_none="nobody has written an experiment yet")
+            return Reproduction(why_none="no experiment was written yet")
         try:
             return read_reproduction(self.matter["reproduce"])
         except ExperimentError as error:

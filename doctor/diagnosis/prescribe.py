@@ -46,7 +46,7 @@ def _computable(remedy: Remedy, view: EngineView) -> bool:
 
 
 def _condition(remedy: Remedy, view: EngineView) -> str:
-    """The needs that hang on a flag nobody told us, with what can be computed computed."""
+    """The needs that depend on an unknown flag, with their limits as numbers where they can be computed."""
     words = []
     for part in remedy.needs.parts:
         if part.judge(view.lookup).value is None and isinstance(part, Comparison):

@@ -1,6 +1,6 @@
 """A playbook's rule as one PromQL expression, so that an alert means what the diagnosis means.
 
-PromQL has no third truth value. What only a flag that nobody stated, or an absent metric, could decide is
+PromQL has no third truth value. What only an unknown flag, or an absent metric, could decide is
 left out where the rest of the rule decides without it, and otherwise the rule is not compiled at all.
 """
 

@@ -32,7 +32,7 @@ class Access:
         if self.token is not None and self.user is not None:
             raise AccessError("a token and a user are two ways to log in; give one")
         if self.ca_file is not None and not self.verify:
-            raise AccessError("--ca-file says whom to trust, --insecure to trust anybody; give one")
+            raise AccessError("--ca-file names the certificates to trust, --insecure trusts any; give one")
 
     def hide(self, text: str) -> str:
         """What a server answered, without the secrets that it may have repeated."""

@@ -65,7 +65,7 @@ class BenchmarkResult(Source):
 
 
 class StatedEvaluator(Evaluator):
-    """Signals that somebody measured already, for one engine."""
+    """Signals that were measured already, for one engine."""
 
     def __init__(self, name: str, group: Group, values: Mapping[str, float]) -> None:
         self._name, self._group, self._values = name, group, values

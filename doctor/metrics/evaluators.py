@@ -15,9 +15,9 @@ from doctor.metrics.promql import GROUP_LABELS, PromQL, bucket_bound
 from doctor.metrics.signals import (
     Above,
     AgainstPeers,
-    Condition,
     Count,
     EnginesOnHost,
+    GaugeCondition,
     Half,
     HistogramSum,
     Mean,
@@ -359,7 +359,7 @@ class ScrapeEvaluator(Evaluator):
         common = set(parts[0]).intersection(*parts[1:])
         return {group: sum((part[group] for part in parts), np.zeros(1)) for group in common}
 
-    def _hold_all(self, conditions: Sequence[Condition]) -> dict[Group, Values]:
+    def _hold_all(self, conditions: Sequence[GaugeCondition]) -> dict[Group, Values]:
         """1 where all conditions hold, 0 where one does not, NaN where a gauge has no sample."""
         held: dict[Group, Values] = {}
         for number, condition in enumerate(conditions):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from doctor.metrics.signals import (
     Above,
     AgainstPeers,
-    Condition,
     Count,
     EnginesOnHost,
+    GaugeCondition,
     Half,
     HistogramSum,
     Mean,
@@ -192,7 +192,7 @@ class PromQL:
         texts = [self._instant(gauge) for gauge in gauges]
         return texts[0] if len(texts) == 1 else f"({' + '.join(texts)})"
 
-    def _holds(self, condition: Condition) -> str:
+    def _holds(self, condition: GaugeCondition) -> str:
         return f"({self._sum(condition.gauges)} > bool {condition.above:g})"
 
     def _subquery(self) -> str:

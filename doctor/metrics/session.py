@@ -14,7 +14,7 @@ from urllib3.util.retry import Retry
 
 from doctor.metrics.access import Access
 
-LARGEST = 256 << 20
+MAX_ANSWER_BYTES = 256 << 20
 """Bytes of an answer: a hundred servers' metrics are a few MB."""
 
 
@@ -79,7 +79,7 @@ class _Limited:
             size += len(piece)
             if self._deadline is not None and time.monotonic() > self._deadline:
                 raise requests.Timeout
-            if size > LARGEST:
+            if size > MAX_ANSWER_BYTES:
                 raise TooLarge
             yield piece
 

@@ -61,7 +61,7 @@ class Above:
 
 
 @dataclass(frozen=True)
-class Condition:
+class GaugeCondition:
     """At one instant: do these gauges, added up, exceed a level? Several are joined by "and"."""
 
     gauges: tuple[str, ...]
@@ -72,7 +72,7 @@ class Condition:
 class Share:
     """Share of the window's instants at which all conditions hold."""
 
-    conditions: tuple[Condition, ...]
+    conditions: tuple[GaugeCondition, ...]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class MeanWhile:
     """Mean of a gauge over the instants at which all conditions hold."""
 
     metric: str
-    conditions: tuple[Condition, ...]
+    conditions: tuple[GaugeCondition, ...]
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ Node = (
     | OnHost
     | EnginesOnHost
 )
-Unit = Literal["s", "tokens", "tokens/s", "requests", "1/s", "share", "ratio", "count", "s/token"]
+SignalUnit = Literal["s", "tokens", "tokens/s", "requests", "1/s", "share", "ratio", "count", "s/token"]
 
 
 @dataclass(frozen=True)
@@ -160,20 +160,20 @@ class Signal:
     """``sources`` are tried in order: the first whose metrics the server exposes gives the value."""
 
     name: str
-    unit: Unit
+    unit: SignalUnit
     help: str
     sources: tuple[Node, ...]
 
 
-def _signal(name: str, unit: Unit, help: str, *sources: Node) -> Signal:
+def _signal(name: str, unit: SignalUnit, help: str, *sources: Node) -> Signal:
     return Signal(name, unit, help, sources)
 
 
-_BUSY = Condition(("running",), 0)
-_WAITING = Condition(("waiting",), 0)
-_ACTIVE = Condition(("running", "waiting"), 0)
-_FULL = Condition(("kv_usage",), 0.95)
-_HIGH = Condition(("kv_usage",), 0.9)
+_BUSY = GaugeCondition(("running",), 0)
+_WAITING = GaugeCondition(("waiting",), 0)
+_ACTIVE = GaugeCondition(("running", "waiting"), 0)
+_FULL = GaugeCondition(("kv_usage",), 0.95)
+_HIGH = GaugeCondition(("kv_usage",), 0.9)
 _LOAD = Sum((OverTime("running", "avg"), OverTime("waiting", "avg")))
 
 SIGNALS: dict[str, Signal] = {

@@ -29,7 +29,7 @@ LOG_IN = (
     "Give --token-file FILE, or --user NAME with --password-file FILE "
     f"(or set ${TOKEN}, or ${PASSWORD} beside --user)"
 )
-ANYBODY = Access()
+NO_LOGIN = Access()
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class MetricsUrl(Source):
         self,
         url: str,
         *,
-        access: Access = ANYBODY,
+        access: Access = NO_LOGIN,
         interval: float = 1.0,
         progress: Callable[[float], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
@@ -225,7 +225,7 @@ class PrometheusSource(Source):
         selector: str = "",
         at: float | None = None,
         period: Period | None = None,
-        access: Access = ANYBODY,
+        access: Access = NO_LOGIN,
     ) -> None:
         self.url, self.access = _apart(_with_path(url, "").rstrip("/"), access)
         self.name = urlsplit(self.url).netloc
@@ -363,7 +363,7 @@ def _reason(error: Exception, timeout: float) -> str:
     """What a requests exception means, in a few words."""
     import requests
 
-    from doctor.metrics.session import LARGEST, TooLarge
+    from doctor.metrics.session import MAX_ANSWER_BYTES, TooLarge
 
     if isinstance(error, requests.Timeout):
         return f"no answer within {timeout:g} s"
@@ -372,5 +372,5 @@ def _reason(error: Exception, timeout: float) -> str:
     if isinstance(error, requests.ConnectionError):
         return "cannot connect"
     if isinstance(error, TooLarge):
-        return f"its answer is larger than {LARGEST >> 20} MiB"
+        return f"its answer is larger than {MAX_ANSWER_BYTES >> 20} MiB"
     return f"request failed ({error.__class__.__name__})"

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from doctor.diagnosis.experiment import Stream
+from doctor.diagnosis.experiment import RequestStream
 from loadgen.plan.arrivals import Constant, Poisson
 from loadgen.plan.workload import (
     DEFAULT_VOCAB_SIZE,
@@ -26,7 +26,7 @@ _FASTEST_DECODE, _FASTEST_PREFILL = 300, 30_000
 
 
 def schedule(
-    streams: Sequence[Stream],
+    streams: Sequence[RequestStream],
     *,
     seed: int,
     seconds: float,
@@ -58,7 +58,7 @@ def schedule(
     )
 
 
-def describe_load(stream: Stream) -> str:
+def describe_load(stream: RequestStream) -> str:
     """One stream in words: ``8 clients of chat (128 in, 64 out)``."""
     how = f"{stream.clients} clients of" if stream.clients else f"{stream.rate:g} a second of"
     shared = f", {stream.shared} shared" if stream.shared else ""
@@ -75,7 +75,7 @@ def _range(length: tuple[int, int]) -> str:
 class _Prompts:
     """Draws the requests of one stream."""
 
-    def __init__(self, stream: Stream, vocab_size: int, seed: int, number: int) -> None:
+    def __init__(self, stream: RequestStream, vocab_size: int, seed: int, number: int) -> None:
         self.stream = stream
         self.times_rng, self._lengths, prompts = np.random.default_rng((seed, number)).spawn(3)
         self._source = PromptSource(vocab_size, prompts)
@@ -103,7 +103,7 @@ class _Prompts:
         )
 
 
-def _clients(stream: Stream, source: _Prompts, seconds: float) -> Iterator[PlannedRequest]:
+def _clients(stream: RequestStream, source: _Prompts, seconds: float) -> Iterator[PlannedRequest]:
     """Chains: ``follows`` holds the index within ``planned`` of the stream, made absolute when numbered."""
     assert stream.clients is not None
     answer = stream.output[0] / _FASTEST_DECODE + stream.prompt[0] / _FASTEST_PREFILL + stream.think
@@ -114,7 +114,7 @@ def _clients(stream: Stream, source: _Prompts, seconds: float) -> Iterator[Plann
             yield replace(request, follows=-1 if turn else None)
 
 
-def _arrivals(stream: Stream, source: _Prompts, seconds: float) -> Iterator[PlannedRequest]:
+def _arrivals(stream: RequestStream, source: _Prompts, seconds: float) -> Iterator[PlannedRequest]:
     assert stream.rate is not None
     arrival = Constant(stream.rate) if stream.even else Poisson(stream.rate)
     span = seconds - stream.starts

@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from doctor.diagnosis.experiment import BUNDLED, SIMULATED, Experiment, ExperimentError, ExperimentSide
+from doctor.diagnosis.experiment import BUNDLED_MODEL, SIMULATED, Experiment, ExperimentError, ExperimentSide
 from loadgen.target import OpenTarget, Target
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError, gpu_defaults
@@ -38,8 +38,8 @@ class Stage(Target):
         self.name, self.model, self._acceptance = where, model, acceptance
         self._log_dir = log_dir
         self.simulated = where.startswith(SIMULATED)
-        if not self.simulated and where != BUNDLED:
-            raise ExperimentError(f"--target {where}: write {BUNDLED}, or {SIMULATED}h100 and the like")
+        if not self.simulated and where != BUNDLED_MODEL:
+            raise ExperimentError(f"--target {where}: write {BUNDLED_MODEL}, or {SIMULATED}h100 and the like")
 
     @property
     def defaults(self) -> Mapping[str, int]:
@@ -141,8 +141,8 @@ def packaged(kind: str, name: str) -> str:
 def stage_of(experiment: Experiment, target: str | None, model: str | None, log_dir: Path | None) -> Stage:
     """``target`` and ``model`` replace those of the page. Raises ExperimentError."""
     where = target or experiment.target
-    own = experiment.model if where.startswith(SIMULATED) == experiment.simulated else BUNDLED
-    if own == BUNDLED and where.startswith(SIMULATED):
+    own = experiment.model if where.startswith(SIMULATED) == experiment.simulated else BUNDLED_MODEL
+    if own == BUNDLED_MODEL and where.startswith(SIMULATED):
         own = BUNDLED_SHAPE  # its weights are not needed, so they need not be fetched
     return Stage(where, model or own, acceptance=experiment.acceptance, log_dir=log_dir)
 

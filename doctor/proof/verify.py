@@ -30,7 +30,7 @@ Tell = Callable[[str], None]
 
 
 class Interrupted(Exception):
-    """Somebody asked to stop; nothing is left running."""
+    """A stop was asked for; nothing is left running."""
 
 
 @dataclass(frozen=True)

@@ -46,11 +46,11 @@ class CompareFormat(StrEnum):
 
 def mount(bench: typer.Typer) -> None:
     """Add the command to ``bench``."""
-    bench.command()(compare)
+    bench.command("compare")(compare_command)
 
 
 @with_options
-def compare(
+def compare_command(
     a: Annotated[
         str,
         typer.Argument(

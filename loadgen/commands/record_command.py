@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 def mount(bench: typer.Typer) -> None:
     """Add the command to ``bench``."""
-    bench.command()(record)
+    bench.command("record")(record_command)
 
 
-def record(
+def record_command(
     url: Annotated[str, typer.Option(help="The server that is recorded.")],
     out: Annotated[Path, typer.Option(help="The trace to write, e.g. traffic.jsonl; it must not exist.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

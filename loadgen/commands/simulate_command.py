@@ -32,11 +32,11 @@ class Routing(StrEnum):
 
 def mount(app: typer.Typer) -> None:
     """Add the command to ``app``."""
-    app.command(no_args_is_help=True)(simulate)
+    app.command("simulate", no_args_is_help=True)(simulate_command)
 
 
 @with_options
-def simulate(
+def simulate_command(
     load: Load,
     target: Annotated[
         str,

@@ -141,7 +141,7 @@ _PER_REQUEST = {
     "elsewhere": elsewhere,
 }
 _TOLD = {"queue", "prefill", "elsewhere"}
-"""A failed request has none of these, rather than an infinite one: nobody told."""
+"""A failed request has none of these, rather than an infinite one: no server told it."""
 
 
 def _request_value(record: RequestRecord, metric: str) -> float:

@@ -23,7 +23,7 @@ from servers.slo.bounds import Bound
 
 Over = Literal["rate", "concurrency"]
 Decision = Literal["met", "missed", "undecided"]
-Measure = Callable[[float, int], Records]
+MeasureLevel = Callable[[float, int], Records]
 """(level, seed) -> one run."""
 
 PRIOR_RUNS = 4
@@ -123,7 +123,7 @@ class Sweep:
 
     def __init__(
         self,
-        measure: Measure,
+        measure: MeasureLevel,
         bounds: Sequence[Bound] = (),
         *,
         over: Over = "rate",

@@ -19,7 +19,7 @@ from typing import Any
 from loadgen.plan.traces import Trace, TraceError, TraceRow, class_of
 
 SCHEMA = "vtune.trace/1"
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+SECONDS_PER_UNIT = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "n")
 """Settings that a trace may carry into the requests."""
 _MAX_TOKENS = 10_000_000
@@ -52,10 +52,10 @@ class Columns:
                 "where there are, class=NAME and blocks=NAME,block_tokens=512"
             )
         name, _, unit = pairs["time"].rpartition(":")
-        if not name or unit not in (*UNITS, "datetime"):
+        if not name or unit not in (*SECONDS_PER_UNIT, "datetime"):
             raise TraceError(
                 f"--trace-columns: time={pairs['time']} names no unit; write time=NAME:ms, or "
-                f"with another of {', '.join(UNITS)}, datetime"
+                f"with another of {', '.join(SECONDS_PER_UNIT)}, datetime"
             )
         tokens = pairs.get("block_tokens", "0")
         if not tokens.isdecimal() or ("blocks" in pairs) != (int(tokens) > 0):
@@ -65,7 +65,7 @@ class Columns:
         )
 
 
-FORMATS = {
+TRACE_FORMATS = {
     "azure": Columns("TIMESTAMP", "ContextTokens", "GeneratedTokens", unit="datetime"),
     "mooncake": Columns(
         "timestamp", "input_length", "output_length", blocks="hash_ids", unit="ms", block_tokens=512
@@ -92,7 +92,7 @@ def read_trace(path: Path, columns: Columns | None = None) -> Trace:
     block_tokens = None
     if first.values.get("schema") is not None:
         block_tokens = _own_header(first)
-        columns = FORMATS["vtune"]
+        columns = TRACE_FORMATS["vtune"]
         lines = iter(lines)
     else:
         lines = _chain(first, lines)
@@ -144,7 +144,7 @@ class _Line:
             number = math.nan
         if isinstance(value, bool) or not math.isfinite(number):
             raise self.error(column, f"{_shown(value)} is no number of {unit}")
-        return number * UNITS[unit]
+        return number * SECONDS_PER_UNIT[unit]
 
     def ids(self, column: str) -> tuple[int, ...]:
         value = self.values.get(column)
@@ -227,7 +227,7 @@ def _timestamp(line: _Line, column: str, value: Any) -> float:
 
 
 def _recognised(path: Path, values: Mapping[str, Any]) -> Columns:
-    for columns in FORMATS.values():
+    for columns in TRACE_FORMATS.values():
         if {columns.time, columns.prompt, columns.output} <= set(values):
             return columns
     raise TraceError(

@@ -258,7 +258,7 @@ def _block_source(seed: int, block_tokens: int, vocab_size: int) -> Callable[[in
 def _prompt(
     row: TraceRow, block_tokens: int, content: Callable[[int], tuple[int, ...]], unique: PromptSource
 ) -> tuple[int, ...]:
-    """The recorded blocks, cut to the prompt's length; what they do not cover belongs to nobody else."""
+    """The recorded blocks, cut to the prompt's length; the rest is shared with no other."""
     needed = row.blocks[: -(-row.prompt_tokens // block_tokens)] if block_tokens else ()
     tokens = tuple(token for block in needed for token in content(block))[: row.prompt_tokens]
     missing = row.prompt_tokens - len(tokens)

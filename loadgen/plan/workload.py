@@ -26,7 +26,7 @@ DEFAULT_VOCAB_SIZE = 32000
 _FASTEST_STREAM = 500
 """Output tokens a second that no single stream of today's servers exceeds."""
 _MOST_PROMPT_TOKENS = 2_000_000
-"""In one schedule whose length nobody asked for: some 75 MB."""
+"""Most requests of a schedule whose number was not asked for: some 75 MB."""
 MAX_PROMPT_TOKENS = 100_000_000
 """In one schedule: some 4 GB."""
 MAX_VOCAB_SIZE = 10_000_000

@@ -32,7 +32,7 @@ class Passage:
     parts: list[bytes] = field(default_factory=list)
     stamps: list[int] = field(default_factory=list)
     complete: bool = False
-    """The answer came to its end; False: somebody hung up before."""
+    """The answer came to its end; False: one side hung up before."""
 
 
 Observer = Callable[[Passage], None]
@@ -55,7 +55,7 @@ class Proxy:
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
-        """Stop listening and hang up on whoever is left."""
+        """Stop listening and hang up on the connections that are left."""
         if self._server is not None:
             self._server.close()
         for client in list(self._clients):

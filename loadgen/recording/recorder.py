@@ -29,7 +29,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 BLOCK_TOKENS = 16
 CHARS_PER_TOKEN = 4
 """Where a prompt is text: the characters that stand for a token, until answers with usage say better. Blocks
-of text are always of this many times BLOCK_TOKENS, so that they are the same for everybody."""
+of text are always of this many times BLOCK_TOKENS, so that they are the same for every client."""
 
 
 class Prefixes:
@@ -67,7 +67,7 @@ class Tally:
     recorded: int = 0
     estimated: int = 0
     cut: int = 0
-    """Answers that somebody broke off; recorded with the tokens that came."""
+    """Answers that one side broke off; recorded with the tokens that came."""
     failed: int = 0
     """Requests that the server refused, or that were no requests: not recorded."""
     ratios: list[float] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """The client in virtual time: what ``loadgen.wire.driver`` does on sockets, done to simulated servers.
 
 A request has the same life as on the wire: intended, sent (at once, or when a slot of a cap is free), stamped
-chunk by chunk, ended; with timeouts, drain, closed loops and the turns of conversations. Nobody waits.
+chunk by chunk, ended; with timeouts, drain, closed loops and the turns of conversations. It never waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loadgen.measure.window import measured_window
 from loadgen.plan.load_policy import GivenUp, LoadPlan, LoadPolicy, Progress
 from loadgen.plan.workload import PlannedRequest, Schedule
 from loadgen.sim.routing import Route, make_route, tokens_of
-from loadgen.sim.virtual_server import ONE_TOKEN, ONLY_STREAMS, Answer, Answers, VirtualServer
+from loadgen.sim.virtual_server import ONE_TOKEN, ONLY_STREAMS, Answers, StepAnswer, VirtualServer
 
 START_UNIX_MS = 1_767_225_600_000
 """When virtual time begins, as a label: the start of 2026. Runs are the same whenever they are run."""
@@ -54,7 +54,7 @@ class _Flight:
     prompt_tokens: int | None = None
     failure: Failure | None = None
     detail: str = ""
-    last: Answer | None = None
+    last: StepAnswer | None = None
 
     def land(self, log: Sequence[int]) -> None:
         """It streams no more: these are the ends of its server's steps up to now."""

@@ -10,7 +10,7 @@ from loadgen.plan.workload import PlannedRequest
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StepAnswer:
     """What a step put out for one request, where that is not just a token."""
 
     tokens: int
@@ -21,7 +21,7 @@ class Answer:
     prefill: float | None = None
 
 
-ONE_TOKEN = Answer(1)
+ONE_TOKEN = StepAnswer(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Answers:
     streams, of which nothing more is said."""
 
     request_ids: Sequence[str]
-    others: Mapping[int, Answer]
+    others: Mapping[int, StepAnswer]
     joined: Sequence[str] = ()
     """Who streams from the next step on: a token in each, until it leaves."""
     left: Sequence[str] = ()

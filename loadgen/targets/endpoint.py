@@ -1,4 +1,4 @@
-"""A server that answers HTTP, whoever started it: load, scrapes, probe."""
+"""A server that answers HTTP, started here or elsewhere: load, scrapes, probe."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OpenServer(OpenTarget):
         ended = threading.Event()
 
         def over() -> bool:
-            """The load should end: somebody asked for it, or the server is gone."""
+            """The load should end: a stop was asked for, or the server is gone."""
             if self.ended() or (stop is not None and stop.is_set()):
                 ended.set()
             return ended.is_set()

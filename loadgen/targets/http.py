@@ -20,7 +20,7 @@ class NoAnswer(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class HttpAnswer:
     status: int
     body: str
 
@@ -43,15 +43,15 @@ class Http:
         if self._tls and not verify_tls:
             self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
 
-    def get(self, path: str, timeout: float) -> Answer:
+    def get(self, path: str, timeout: float) -> HttpAnswer:
         """GET ``path``. ``timeout`` is in seconds, for each wait on the socket. Raises NoAnswer."""
         return self._request("GET", path, None, timeout)
 
-    def post(self, path: str, body: object, timeout: float) -> Answer:
+    def post(self, path: str, body: object, timeout: float) -> HttpAnswer:
         """POST ``body`` as JSON. Raises NoAnswer."""
         return self._request("POST", path, json.dumps(body), timeout)
 
-    def _request(self, method: str, path: str, body: str | None, timeout: float) -> Answer:
+    def _request(self, method: str, path: str, body: str | None, timeout: float) -> HttpAnswer:
         headers = {**self._headers, "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -59,7 +59,7 @@ class Http:
         try:
             connection.request(method, self._url.prefix + path, body, headers)
             response = connection.getresponse()
-            return Answer(response.status, response.read(MAX_ANSWER).decode(errors="replace"))
+            return HttpAnswer(response.status, response.read(MAX_ANSWER).decode(errors="replace"))
         except TimeoutError:
             raise NoAnswer(f"{self.url}{path}: no answer in {timeout:g} s", timed_out=True) from None
         except (OSError, http.client.HTTPException) as error:

@@ -1,4 +1,4 @@
-"""What a model's config says of a step's work, for servers whose step times nobody has measured."""
+"""What a model's config says of a step's work, for servers whose step times were not measured."""
 
 from __future__ import annotations
 

@@ -260,14 +260,14 @@ class _Door:
         self.server.add(TimedRequest(request_id, at, token_ids, sampling, planned.priority))
 
     def step(self) -> Answers:
-        from loadgen.sim.virtual_server import Answer, Answers
+        from loadgen.sim.virtual_server import Answers, StepAnswer
 
         delivery = self.server.step()
         outputs, others = delivery.outputs, {}
         self._outputs = len(outputs) + delivery.num_fast_decodes
         for row, output in outputs.others.items():
             ended = self.server.finished.pop(output.request_id, None)
-            others[row] = Answer(
+            others[row] = StepAnswer(
                 len(output.token_ids),
                 output.finish.value if output.finish else None,
                 ended.cached_tokens if ended else None,

@@ -29,7 +29,7 @@ import psutil
 
 CANNOT_START = 127
 ORPHAN_GRACE = 2.0
-"""The grace, at most, when nobody waits for the end any more."""
+"""Longest grace once no process waits for the end any more."""
 LEFTOVER_GRACE = 1.0
 """Seconds that the processes a server left behind have between SIGTERM and SIGKILL."""
 KILL_PATIENCE = 10.0
@@ -89,7 +89,7 @@ class Supervisor:
         for key, _ in self._selector.select(timeout):
             key.data()
         self._reap()
-        if os.getppid() != self._parent:  # somebody else may hold the lifeline open, e.g. a forked worker
+        if os.getppid() != self._parent:  # another process, e.g. a forked worker, may hold the lifeline open
             self._orphaned()
 
     def _wait(self, done: Callable[[], bool], patience: Callable[[], float]) -> None:

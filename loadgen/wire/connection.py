@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
         now = monotonic_ns()
         exchange = self.exchange
         if exchange is None:
-            self.abort()  # bytes that nobody asked for: never reuse such a connection
+            self.abort()  # bytes without a request: never reuse such a connection
             return
         exchange.stamps.append(now)
         exchange.parts.append(data)

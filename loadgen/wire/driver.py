@@ -32,7 +32,7 @@ _AT_START = 128
 """Before the start there is time for this many; …"""
 _BURST_NS = 50_000_000
 """… and as many as are ever due within this time. Where the server falls behind, they grow with what is in
-flight: a connection that nobody needs costs a fifth of a millisecond to open, again and again as it ages."""
+flight: an unused connection costs a fifth of a millisecond to open, again and again as it ages."""
 _PROGRESS_EVERY = 25  # beats
 
 

@@ -145,7 +145,7 @@ def _go_first() -> None:
     """Ahead of a server on the same cores, where that is permitted: the client needs a few per cent of one,
     and what it is late by is measured as the server's. A nicer rank alone lets a busy thread end its slice
     of 3 ms first."""
-    with contextlib.suppress(AttributeError, OSError):  # not on macOS, not for everybody
+    with contextlib.suppress(AttributeError, OSError):  # not on macOS, not without the right to
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
         return
     with contextlib.suppress(OSError):

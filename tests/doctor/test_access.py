@@ -178,7 +178,7 @@ def test_credentials_of_no_use_are_refused_in_words(tmp_path: Path) -> None:
         (r"--token-file .*empty: must hold one line", {"token_file": empty}),
         (r"--token-file .*two: must hold one line", {"token_file": two}),
         (r"--ca-file .*gone: no such file", {"ca_file": tmp_path / "gone"}),
-        (r"--ca-file says whom to trust, --insecure", {"ca_file": token, "insecure": True}),
+        (r"--ca-file names the certificates to trust, --insecure", {"ca_file": token, "insecure": True}),
     ):
         with pytest.raises(AccessError, match=complaint) as refused:
             read_access({}, **given)

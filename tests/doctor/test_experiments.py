@@ -11,7 +11,7 @@ from doctor.diagnosis.experiment import (
     Experiment,
     ExperimentError,
     ExperimentSide,
-    Stream,
+    RequestStream,
     overlaid,
     read_reproduction,
 )
@@ -52,7 +52,7 @@ def test_what_is_not_said_has_a_default() -> None:
     experiment = only(PLAIN)
     assert (experiment.target, experiment.model, experiment.simulated) == ("bundled", "bundled", False)
     assert experiment.sick == ExperimentSide(
-        {"max_num_seqs": 2}, (Stream("chat", (64, 64), (8, 16), clients=2),)
+        {"max_num_seqs": 2}, (RequestStream("chat", (64, 64), (8, 16), clients=2),)
     )
 
 

@@ -203,7 +203,7 @@ def test_a_vector_without_our_label_is_no_figure() -> None:
 
 def test_an_answer_that_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "TIMEOUT_S", 240.0)
-    monkeypatch.setattr(session, "LARGEST", 1 << 20)
+    monkeypatch.setattr(session, "MAX_ANSWER_BYTES", 1 << 20)
     with strange() as (url, _):
         with pytest.raises(SourceError, match="its answer is larger than 1 MiB"):
             diagnose(MetricsUrl(f"{url}/endless"))

@@ -16,7 +16,7 @@ from doctor.diagnosis.finding import Prescription
 from doctor.diagnosis.playbook import Playbook, load_all
 from doctor.diagnosis.prescribe import prescriptions
 from doctor.metrics.evaluators import Group
-from doctor.metrics.signals import SIGNALS, Unit
+from doctor.metrics.signals import SIGNALS, SignalUnit
 from servers.command import parse_command
 from servers.kinds import BUNDLED, SGLANG, VLLM
 from servers.known_flags import Flags, resolve
@@ -41,7 +41,7 @@ DIRECTION = {
 }
 """Which way each cure turns each flag. Another way cures something else."""
 
-SPANS: Mapping[Unit, tuple[float, float]] = {
+SPANS: Mapping[SignalUnit, tuple[float, float]] = {
     "s": (1e-4, 100),
     "tokens": (1, 20_000),
     "tokens/s": (0.1, 1e5),
@@ -54,7 +54,7 @@ SPANS: Mapping[Unit, tuple[float, float]] = {
 }
 
 
-def figure(chance: Random, unit: Unit) -> float:
+def figure(chance: Random, unit: SignalUnit) -> float:
     """Evenly spread over orders of magnitude where these vary."""
     low, high = SPANS[unit]
     if low > 0 and high / low > 100:

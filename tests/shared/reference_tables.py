@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from doctor.diagnosis.judged_objectives import NAMES as SLO_NAMES
+from doctor.diagnosis.judged_objectives import OBJECTIVE_NAMES as SLO_NAMES
 from doctor.diagnosis.playbook import ASSUMPTIONS, TOLD
 from doctor.metrics.signals import SIGNALS
 from servers.known_flags import FLAG_NAMES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loadgen.plan.workload import PlannedRequest
-from loadgen.sim.virtual_server import Answer, Answers
+from loadgen.sim.virtual_server import Answers, StepAnswer
 
 STEP = 0.1
 """Seconds."""
@@ -45,7 +45,7 @@ class StepServer:
             self.left[name] -= 1
             if not self.left[name]:
                 del self.left[name]
-                others[row] = Answer(1, "length", cached_tokens=0, queue=0.0, prefill=STEP)
+                others[row] = StepAnswer(1, "length", cached_tokens=0, queue=0.0, prefill=STEP)
         return Answers(ids, others)
 
     def stream(self, before: float) -> list[float]:
