@@ -7,10 +7,10 @@ budget) is left out, so that a config is refused only when it cannot fit, never 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Self
 
-from servers.logs.log_facts import GIB, MIB, LoggedMemory
+GIB, MIB = 1 << 30, 1 << 20
 
 SHAPING = frozenset(
     [
@@ -41,8 +41,9 @@ class MemoryPlan:
     """Where the memory of the baseline's server goes. Bytes, tokens."""
 
     device: float
-    """What ``gpu_memory_utilization`` is a share of."""
+    """What ``gpu_memory_utilization`` is a share of; the share itself where the log does not say the flag."""
     utilization: float
+    """0: the log does not say."""
     fixed: float
     """Weights, and whatever else does not depend on the flags that are varied."""
     activations: float
@@ -56,20 +57,13 @@ class MemoryPlan:
     pinned: bool = False
     """The pool was set in bytes: ``gpu_memory_utilization`` moves nothing."""
 
-    @classmethod
-    def of(cls, told: LoggedMemory, *, utilization: float, proportional: bool = False) -> Self:
-        """From what a start's log says. ``utilization``: the server's flag, where the log does not say it."""
-        share = told.utilization or utilization
-        return cls(
-            told.requested / share,
-            share,
-            told.fixed,
-            told.activations,
-            told.kv_bytes,
-            told.kv_tokens,
-            told.rounding,
-            proportional and told.proportional,
-            told.pinned,
+    def settled(self, utilization: float, proportional: bool) -> Self:
+        """The same, of a server with this flag. ``proportional``: its activations grow as the budget does."""
+        return replace(
+            self,
+            device=self.device if self.utilization else self.device / utilization,
+            utilization=self.utilization or utilization,
+            proportional=self.proportional and proportional,
         )
 
     def to_json(self) -> dict[str, Any]:

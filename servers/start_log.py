@@ -52,6 +52,5 @@ def read_start_log(
     if not seqs.certain and tokens.origin == "log" and tokens.number.point >= LARGE_TOKENS:
         found["max_num_seqs"] = LARGE_SEQS
     share = float(known["gpu_memory_utilization"].value)
-    memory = facts.memory
-    plan = MemoryPlan.of(memory, utilization=share, proportional=proportional) if memory else None
+    plan = facts.memory.settled(share, proportional) if facts.memory else None
     return StartLog({n: v for n, v in found.items() if n not in given}, version or None, plan)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from doctor.diagnosis.allowed_changes import allowed
 from doctor.diagnosis.engine_view import EngineView
 from doctor.diagnosis.finding import Prescription
 from doctor.diagnosis.playbook import Playbook, Remedy
 from doctor.diagnosis.verification_status import verification_of
 from loadgen.measure.rounding import significant
-from servers import flag_rules
 from servers.expression import Comparison, Lookup
 from servers.known_flags import SWITCHES, Flags
 from servers.reading import Number, Reading
@@ -73,9 +73,7 @@ def _prescription(remedy: Remedy, view: EngineView, condition: str | None) -> Pr
     if wanted is None:
         return None
     refused = [reason for name in wanted if (reason := flags.unavailable(name))]
-    checked = flag_rules.allowed(
-        {name: v for name, v in wanted.items() if not flags.unavailable(name)}, flags
-    )
+    checked = allowed({name: v for name, v in wanted.items() if not flags.unavailable(name)}, flags)
     if checked is None:
         return None
     changes, notes = checked

@@ -8,32 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from servers.memory_plan import MemoryPlan
+
 _PAIR = re.compile(r"(?:'(\w+)': |\b(\w+)=)('[^']*'|-?[\d.]+|True|False|None|\{[^{}]*\})")
-
-
-GIB, MIB = 1 << 30, 1 << 20
-
-
-@dataclass(frozen=True)
-class LoggedMemory:
-    """Where a start's memory went, as its log says. Bytes, tokens."""
-
-    requested: float
-    """What ``gpu_memory_utilization`` gives of the device."""
-    utilization: float | None
-    """The flag; None: the log does not say."""
-    fixed: float
-    """Weights, and whatever else does not depend on the load."""
-    activations: float
-    """Peak of a step of the whole token budget."""
-    kv_bytes: float
-    kv_tokens: int
-    rounding: float
-    """How far the figures may be off, together."""
-    proportional: bool = False
-    """The activations may be said to be so many per token of the budget, and not only to be there."""
-    pinned: bool = False
-    """The pool was set in bytes."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +23,7 @@ class LogFacts:
     version: str | None = None
     kv_cache_tokens: int | None = None
     device: str | None = None
-    memory: LoggedMemory | None = None
+    memory: MemoryPlan | None = None
     durations: Mapping[str, float] = field(default_factory=dict)
     """``startup_seconds``, ``compile_seconds``, ``load_seconds`` of the last start, as far as it says."""
     scrapes: tuple[tuple[int, str], ...] = ()

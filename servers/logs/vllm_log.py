@@ -8,7 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from servers.logs.log_facts import GIB, MIB, LogFacts, LoggedMemory, page, pairs
+from servers.logs.log_facts import LogFacts, page, pairs
+from servers.memory_plan import GIB, MIB, MemoryPlan
 
 _VERSION = re.compile(r"(?:version|engine \(v|server version) ?(\d+\.\d+[\w.+]*)")
 _NON_DEFAULT = re.compile(r"non-default args: (\{.*\})")
@@ -127,7 +128,7 @@ def parse_log(text: str) -> LogFacts:
     )
 
 
-def _memory(text: str, pool: int | None) -> LoggedMemory | None:
+def _memory(text: str, pool: int | None) -> MemoryPlan | None:
     """Of the last start; None where it does not say enough."""
     lines = "\n".join(line for line in text.splitlines() if "GiB" in line)
     if pool is None or not lines:
@@ -136,16 +137,16 @@ def _memory(text: str, pool: int | None) -> LoggedMemory | None:
         device, share, weights, activations, _, kv = found
         off = 0.005 * GIB + 2 * MIB
         parts = (weights * MIB, activations * MIB, kv * MIB)
-        return LoggedMemory(device * GIB * share, share, *parts, pool, off, proportional=True)
+        return MemoryPlan(device * GIB, share, *parts, pool, off, proportional=True)
     if found := _last(_GPU_MEMORY, lines):
         device, share, consumed, activations, graphs, kv = found
         parts = ((consumed + graphs) * GIB, activations * GIB, kv * GIB)
-        return LoggedMemory(device * GIB * share, share, *parts, pool, 0.04 * GIB)
+        return MemoryPlan(device * GIB, share, *parts, pool, 0.04 * GIB)
     if found := _last(_CPU_MEMORY, lines):
         kv, requested, consumed = found
-        return LoggedMemory(requested * GIB, None, consumed * GIB, 0.0, kv * GIB, pool, 0.03 * GIB)
+        return MemoryPlan(requested * GIB, 0.0, consumed * GIB, 0.0, kv * GIB, pool, 0.03 * GIB)
     if found := _last(_PINNED_MEMORY, lines):
-        return LoggedMemory(0.0, None, 0.0, 0.0, max(found) * GIB, pool, 0.01 * GIB, pinned=True)
+        return MemoryPlan(0.0, 0.0, 0.0, 0.0, max(found) * GIB, pool, 0.01 * GIB, pinned=True)
     return None
 
 

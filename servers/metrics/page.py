@@ -67,11 +67,12 @@ class PageReader:
         values count as absent. Of a duplicated series the last sample counts.
         """
         samples: dict[SeriesKey, float] = {}
-        known, bad = self._known, 0
+        names, known, begins, bad = self._names, self._known, _LINE_NAME.match, 0
         for line in text.replace("\r\n", "\n").split("\n")[:-1]:
-            if (name := sample_name(line)) not in self._names:
+            match = begins(line)
+            if match is None or match[0] not in names:
                 continue
-            at = line.rfind("}") + 1 or len(name)
+            at = line.rfind("}") + 1 or match.end()
             try:
                 key = known.get(line[:at]) or known.setdefault(line[:at], _series_key(line))
                 value = float(line[at:].split()[0])

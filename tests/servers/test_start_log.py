@@ -71,10 +71,10 @@ def started(log: str, server: str, given: Mapping[str, Any], **told: Any) -> Sta
     return read_start_log(log, KINDS[server], given, started_with(server), **told)
 
 
-def plan_of(log: str, utilization: float = 0.92, **how: Any) -> MemoryPlan:
+def plan_of(log: str, utilization: float = 0.92, proportional: bool = False) -> MemoryPlan:
     memory = parse_log(log).memory
     assert memory is not None
-    return MemoryPlan.of(memory, utilization=utilization, **how)
+    return memory.settled(utilization, proportional)
 
 
 def test_vllm_on_a_cpu() -> None:
