@@ -43,3 +43,21 @@ def test_its_facts_are_of_names_that_exist(kind: ServerKind) -> None:
     for name in USUAL:
         number = kind.default(name, Platform())
         assert number.low <= number.point <= number.high
+
+
+@pytest.mark.parametrize(
+    ("names", "label"),
+    [
+        (["vllm:num_requests_running", "vllm:num_requests_swapped", "vllm:gpu_cache_usage_perc"], "V0"),
+        (["vllm:num_requests_running", "vllm:gpu_cache_usage_perc"], "0.8 to 0.9.1"),
+        (["vllm:kv_cache_usage_perc"], "0.9.2 or later"),
+        (["vllm:inter_token_latency_seconds_count"], "0.10.2 or later"),
+        (["vllm_num_requests_running"], "vLLM"),
+        (["sglang:num_running_reqs"], "SGLang"),
+    ],
+)
+def test_the_names_tell_the_version(names: list[str], label: str) -> None:
+    found = find_family(names)
+    assert found is not None
+    assert label in found[1]
+    assert find_family(["up", "go_threads"]) is None
