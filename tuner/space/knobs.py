@@ -144,7 +144,6 @@ KNOBS = (
         high="min(max_model_len / 4, longest_request)",
         last=(0,),
         main=True,
-        servers=("bundled", "vllm"),
     ),
     Knob(DRAFTS, (0, 1, 2, 3, 4, 5), main=True),
     Knob(METHOD, ("ngram", "suffix"), ordered=False, needs=DRAFTS, servers=("bundled",)),
@@ -169,7 +168,6 @@ KNOBS = (
         (1, 2, 4),
         default=1,
         needs="max_num_partial_prefills",
-        servers=("bundled", "vllm"),
     ),
     Knob("block_size", (8, 16, 32, 64), default=16, servers=("bundled",)),
     Knob("block_size", (16, 32, 64, 128), servers=("vllm",), on_cpu=(32, 64, 128)),
@@ -194,9 +192,9 @@ KNOBS = (
         default="fcfs",
     ),
     Knob("max_cudagraph_capture_size", low="8", high="512", servers=("vllm", "sglang"), on_cpu=()),
-    Knob("tensor_parallel_size", (1, 2, 4, 8), servers=("vllm", "sglang")),
-    Knob("api_server_count", (1, 2, 4), default=1, servers=("vllm", "sglang")),
-    Knob("stream_interval", (1, 2, 4, 8), default=1, servers=("vllm", "sglang")),
+    Knob("tensor_parallel_size", (1, 2, 4, 8)),
+    Knob("api_server_count", (1, 2, 4), default=1),
+    Knob("stream_interval", (1, 2, 4, 8), default=1),
 )
 """In the order in which they are searched and shown."""
 
