@@ -86,7 +86,11 @@ def test_a_baseline_is_read_planned_and_rendered(tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES=1 lmdeploy serve api_server M --max-batch-size 32 --max-prefill-token-num 2048 "
         "--server-port 8000"
     )
-    assert "--target lmdeploy" in command_of(job)
+    again = command_of(job)
+    assert (
+        "--target lmdeploy --model M --flags 'CUDA_VISIBLE_DEVICES=1 lmdeploy serve api_server M --" in again
+    )
+    assert "--quant-policy int8 --max-batch-size 64 --tp 2'" in again
     space = build_space(effective(job.flags, "lmdeploy"), 8192, around=Surroundings("lmdeploy"))
     assert [axis.name for axis in space.axes] == [
         "max_num_batched_tokens",

@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from loadgen.commands.options import Recorded
-from servers.flags.words import render
+from servers.kinds import BUNDLED, KINDS
 from tuner.job.job import Job
 from tuner.job.options import option_of
 
@@ -42,7 +42,8 @@ def _flags(job: Job) -> str:
     """As the user gave them: with the environment and the program, where these were used."""
     env = [f"{name}={shlex.quote(value)}" for name, value in job.env.items()]
     program = job.command or ("vtune serve" if env else "")
-    return " ".join([*env, *filter(None, [program, shlex.join(render(job.flags))])])
+    kind = KINDS[job.server] if job.command else BUNDLED  # bare flags are in vLLM's names
+    return " ".join([*env, *filter(None, [program, shlex.join(kind.spelling.render(job.flags))])])
 
 
 def _option(name: str, value: Any) -> list[str]:
