@@ -7,7 +7,7 @@ Every problem is an exhaustive table (``tuner_problems.py``) behind the noise of
 saves, it saves itself: by ending a run early, or by not launching at all. ``ours`` is the tuner's own code,
 ``tuner.study.optimize.Optimizer``, on a bench that looks runs up: with rungs, early stops, the strategy
 and the confirmation, whose seconds count. It is run without a prior, with one that is wrong (another card, or
-coefficients 30 to 50 % off), with one within a tenth, and with the sketch that it draws of the baseline.
+coefficients 30 to 50 % off), with one within a tenth, and with the simulator that it fits to the baseline.
 
 Columns: of all seeds, the median time until the config that a method would recommend is truly feasible and
 within 5 % of the best feasible one, in seconds and in launches, and the share of seeds that got there (those
@@ -52,7 +52,7 @@ OURS: Mapping[str, str | None] = {
     "ours, no prior": None,
     "ours, wrong prior": "wrong",
     "ours, good prior": "good",
-    "ours, sketched prior": "sketched",
+    "ours, fitted prior": "fitted",
 }
 
 
@@ -143,7 +143,7 @@ def contest(problem: Problem, kinds: Sequence[str]) -> Contest:
 
 
 def prior(problem: Problem, kind: str) -> Table:
-    return fitted_table(problem) if kind == "sketched" else table(problem, kind)
+    return fitted_table(problem) if kind == "fitted" else table(problem, kind)
 
 
 @dataclass(frozen=True)

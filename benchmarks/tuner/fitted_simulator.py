@@ -1,14 +1,14 @@
-"""How well a sketch of a server predicts the configs that it was not drawn of.
+"""How well a simulator fitted to a server predicts the configs that it was not fitted to.
 
     python -m benchmarks.tuner.fitted_simulator [--quick] [--problems chat,measured] [--configs 30]
 
 The truth is a simulated server: by a data sheet, or by step times that were measured on the bundled engine of
-this machine, with their curve, their spread and what HTTP adds. Its baseline is measured, and a sketch drawn
-of that (``tuner/search/fitted_simulator.py``), as ``vtune optimize --prior fitted`` does; then both run
+this machine, with their curve, their spread and what HTTP adds. Its baseline is measured, and a simulator is
+fitted to it (``tuner/search/fitted_simulator.py``), as ``vtune optimize --prior sketch`` does; then both run
 the same configs, drawn at random, under the load of the baseline. Configs that do not start are left out.
 
 For each figure: Spearman's rank correlation, and the median error, over the configs. ``baseline``: the median
-error of the figures that the sketch was fitted to. ``cpu``: seconds to draw it.
+error of the figures that it was fitted to. ``cpu``: seconds of the fit.
 """
 
 from __future__ import annotations

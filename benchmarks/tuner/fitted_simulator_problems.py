@@ -1,4 +1,4 @@
-"""What the tuner knows of a problem's server once its baseline is measured, and the sketch drawn of that.
+"""What the tuner knows of a problem's server once its baseline is measured, and the simulator fitted to that.
 
 The profile is of the problem's own simulated server; the baseline's figures are the table's, without noise.
 Where the table was measured they are a real run's, and the profile is of the simulator's idea of that server.
@@ -83,11 +83,12 @@ def fitted_simulator_of(problem: Problem, entry: Entry) -> FittedSimulator:
 
 
 def fitted_table(problem: Problem, cache: Path = CACHE) -> Table:
-    """What the sketch predicts; like the other priors it sees other requests than the truth does."""
+    """What the fitted simulator predicts; like the other priors it sees other requests than the truth
+    does."""
 
     def make() -> Builder:
         fitted = fitted_simulator_of(problem, table(problem).entry(problem.baseline))
         print(f"{problem.name}: {fitted.describe()}", flush=True)
         return Builder(problem, fitted.target, seed=7)
 
-    return cached(problem, "sketched", make, cache)
+    return cached(problem, "fitted", make, cache)

@@ -168,7 +168,7 @@ MEASURED = Problem(
     rate=TABLE_SETTING.rate, scale=SCALE, defaults={TOKENS: 256, SEQS: 64},
     start_seconds=4.7, run_seconds=8.0, budget=500.0,
 )  # fmt: skip
-"""Its table was measured, a run a config (``tuner_noise.py``); its priors are the simulator's."""
+"""Its table was measured, a run per config (``noise.py``); its priors are the simulator's."""
 
 
 def runs_out_of_memory(problem: Problem, key: Key) -> bool:

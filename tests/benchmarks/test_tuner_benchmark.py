@@ -219,5 +219,5 @@ def test_a_score_says_when_the_best_was_near() -> None:
 def test_a_contest_runs_every_method_by_its_name(table: Table) -> None:
     contest = Contest(table, {})
     assert contest.run("random", 0, noise(0.0)).method == "random"
-    kinds = ("no", "wrong", "good", "sketched")
+    kinds = ("no", "wrong", "good", "fitted")
     assert set(OURS) == {f"ours, {kind} prior" for kind in kinds}

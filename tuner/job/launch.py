@@ -1,4 +1,4 @@
-"""A config as something to type: the bundled engine, ``vllm serve``, Docker, Kubernetes, and the way back."""
+"""A config as something to type: the bundled engine, ``vllm serve``, Docker, Kubernetes."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ P_NEXT_RUNG_FAILS, DECAY_RUNGS = 0.6, 2.0
 UNKNOWN_EFFECT_RUNGS = 2
 """Rungs that a difference counts for whose effect on memory is not known."""
 Codes = NDArray[np.int64]
-"""A config as a number an axis: the rung or the place among the values; -1 where the axis does not exist."""
+"""A config as one number per axis: the index of its value; -1 where the axis does not exist."""
 _REASON = re.compile(rf"\b({'|'.join(CAUSES)}|killed)\b")
 
 

@@ -17,12 +17,13 @@ from tuner.space.space import Space
 
 MEMORY_FLAG, SEQS_FLAG = "gpu_memory_utilization", "max_num_seqs"
 MAX_POOL_SHARE, MAX_SEQS_SHARE = 0.5, 0.75
-"""Shares of the KV pool and of the places that may be taken, at a scrape a second, where none are short."""
+"""Shares of the KV pool and of the sequence slots that may be taken, at one scrape per second, where none are
+short."""
 
 
 def inactive(space: Space, launched: Sequence[TrialResult], codes: Codes) -> NDArray[np.bool_]:
     """Which of (m, d) configs have another KV pool than the baseline where its size does nothing, or more
-    places where none are short. ``codes``: see ``crashes.codes_of``.
+    slots where none are short. ``codes``: see ``crashes.codes_of``.
     """
     found = np.zeros(len(codes), dtype=bool)
     told = [r for r in launched if r.measurement is not None]

@@ -1,7 +1,7 @@
 """Starting points: what practitioners begin with for each goal, carried over to the device at hand.
 
 Two follow from how every server schedules, whatever the device: requests that wait for one of max_num_seqs
-places wait no longer with more of them; and a step takes as long as its tokens, so that the budget that holds
+slots wait no longer with more of them; and a step takes as long as its tokens, so that the budget that holds
 a bound on ITL is the one whose step ends within it (how Agrawal et al. 2024, "Taming throughput-latency
 tradeoff in LLM inference with Sarathi-Serve", choose theirs).
 
@@ -30,7 +30,7 @@ REFERENCE_TOKENS = 8192
 STEP_TO_BOUND = 0.8
 """Of a bound on ITL, what a step should take: prompts that have a context already take longer."""
 SEQS_FACTOR = 4
-"""Factor on max_num_seqs where all places are taken."""
+"""Factor on max_num_seqs where all slots are taken."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def starting_points(
         seqs = SEQS_FACTOR * baseline["max_num_seqs"]
         tokens = max(baseline["max_num_batched_tokens"], seqs)
         flags = {"max_num_batched_tokens": tokens, "max_num_seqs": seqs}
-        yield flags, "start: every place of max_num_seqs is taken"
+        yield flags, "start: every max_num_seqs slot is taken"
     family = family_of(slo.objective.metric)
     if family == "max_stall":  # what smooths the one shortens the other
         family = "itl"

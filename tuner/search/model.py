@@ -226,7 +226,7 @@ class ModelStrategy(Strategy):
 
 def _none_left(useless: bool, fails: bool) -> str:
     """Why none of the configs that were not tried may be launched."""
-    whys = ["change the KV pool or the places, which are never short"] if useless else []
+    whys = ["change the KV pool or the sequence slots, which are never short"] if useless else []
     whys += ["would fail for memory, as others did"] if fails else []
     return f"the configs that are left {', or '.join(whys)}"
 

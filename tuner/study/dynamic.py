@@ -189,7 +189,7 @@ def _loss(best: Reading, reading: Reading, sign: float) -> Loss:
 
 
 def _path(losses: Sequence[Sequence[Loss]]) -> list[int]:
-    """A curve a level: the fewest proven losses, then the fewest changes, then the least loss in all."""
+    """A curve per level: the fewest proven losses, then the fewest changes, then the least loss in all."""
     ways = [((loss.rank, 0, loss.size), [k]) for k, loss in enumerate(losses[0])]
     for row in losses[1:]:
         ways = [

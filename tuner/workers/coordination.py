@@ -168,7 +168,7 @@ class SharedCoordination(Coordination):
             self._differing |= differing
             self._note(
                 f"the workers' machines differ ({self.machine.hardware}; {'; '.join(sorted(differing))}): "
-                "what one measures does not hold for another. Use one kind of machine a study"
+                "what one measures does not hold for another. Use one kind of machine per study"
             )
 
     @contextmanager

@@ -34,10 +34,10 @@ def test_a_bound_that_decoding_alone_misses_or_an_unknown_pace_gives_no_budget()
 def test_where_every_place_is_taken_more_places_come_first() -> None:
     flags, why = starts("ttft", running=64)[0]
     assert flags == {"max_num_batched_tokens": 8192, "max_num_seqs": 256}
-    assert "every place" in why
-    assert "every place" not in starts("ttft", running=63)[0][1]
-    assert "every place" in starts("throughput", running=64, offered=65)[0][1]
-    assert "every place" not in starts("throughput", running=64, offered=64)[0][1], "no request waits"
+    assert "every max_num_seqs" in why
+    assert "every max_num_seqs" not in starts("ttft", running=63)[0][1]
+    assert "every max_num_seqs" in starts("throughput", running=64, offered=65)[0][1]
+    assert "every max_num_seqs" not in starts("throughput", running=64, offered=64)[0][1], "no request waits"
 
 
 def test_a_budget_is_never_smaller_than_the_places() -> None:

@@ -41,7 +41,7 @@ def test_a_search_in_which_only_idle_changes_are_left_says_so() -> None:
     assert strategy.propose(history) is None
     assert (
         strategy.exhausted
-        == "the configs that are left change the KV pool or the places, which are never short"
+        == "the configs that are left change the KV pool or the sequence slots, which are never short"
     )
 
 
