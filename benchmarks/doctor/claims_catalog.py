@@ -16,7 +16,7 @@ from benchmarks.engine.phases import run as on_phase
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import SamplingParams
-from engine.sim.simulate import (
+from engine.sim.simulated_runner import (
     ModelSize,
     SimulatedRunner,
     TimedRequest,

@@ -28,7 +28,7 @@ from engine.models.model_config import ModelConfig
 from engine.request import SamplingParams
 from engine.scheduling.scheduler import UnifiedScheduler
 from engine.sim.devices import H100_SXM, roofline
-from engine.sim.simulate import (
+from engine.sim.simulated_runner import (
     ModelSize,
     SimulatedRunner,
     TimedRequest,

@@ -17,7 +17,7 @@ from engine.models.model_config import ModelConfig
 from engine.request import Request, SamplingParams
 from engine.sim.calibrate import calibrate
 from engine.sim.devices import H100_SXM, roofline
-from engine.sim.simulate import ModelSize, SimulatedRunner, VirtualClock, WallClock, WorkloadClock
+from engine.sim.simulated_runner import ModelSize, SimulatedRunner, VirtualClock, WallClock, WorkloadClock
 from engine.sim.step_times import StepTimes
 
 BUNDLED = "bundled"

@@ -24,7 +24,7 @@ import numpy as np
 from benchmarks.engine.baselines import Setting, add_options, make_setting
 from engine.core import EngineCore
 from engine.request import SamplingParams
-from engine.sim.simulate import RequestTimeline, TimedRequest, run_workload
+from engine.sim.simulated_runner import RequestTimeline, TimedRequest, run_workload
 
 WAYS: dict[str, dict[str, int]] = {
     "any number (default)": {},

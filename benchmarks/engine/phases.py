@@ -25,7 +25,7 @@ from engine.baselines.occupancy import Occupancy
 from engine.config import EngineConfig, SchedulerName
 from engine.core import EngineCore
 from engine.request import SamplingParams
-from engine.sim.simulate import (
+from engine.sim.simulated_runner import (
     ModelSize,
     RequestTimeline,
     SimulatedRunner,

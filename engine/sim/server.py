@@ -21,7 +21,7 @@ from engine.models.model_config import ModelConfig
 from engine.request import RequestStatus
 from engine.sim.devices import Device, Sizes, kv_bytes_per_token, layer_parameters, roofline
 from engine.sim.fast_decode import FastDecodeScheduler
-from engine.sim.simulate import TOKEN_ID, ModelSize, SimulatedRunner, TimedRequest, VirtualClock
+from engine.sim.simulated_runner import TOKEN_ID, ModelSize, SimulatedRunner, TimedRequest, VirtualClock
 from engine.sim.step_times import StepLoad, StepTimes
 from engine.speculative_config import SpeculativeConfig
 from engine.step import Outputs

@@ -248,7 +248,7 @@ class _Door:
 
     def submit(self, request_id: str, token_ids: Sequence[int], planned: PlannedRequest, at: float) -> None:
         from engine.request import SamplingParams
-        from engine.sim.simulate import TimedRequest
+        from engine.sim.simulated_runner import TimedRequest
 
         room = self.server.max_model_len
         if len(token_ids) + planned.max_tokens > room:

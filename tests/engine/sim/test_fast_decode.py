@@ -13,7 +13,7 @@ from engine.core import make_scheduler
 from engine.request import Request, SamplingParams
 from engine.sim.fast_decode import FastDecodeScheduler
 from engine.sim.server import SimulatedServer, Simulation
-from engine.sim.simulate import ModelSize, SimulatedRunner, TimedRequest
+from engine.sim.simulated_runner import ModelSize, SimulatedRunner, TimedRequest
 from engine.sim.step_times import StepTimes
 from engine.step import OneEach, StepResult
 

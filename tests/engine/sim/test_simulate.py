@@ -10,7 +10,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import RequestStatus, SamplingParams
-from engine.sim.simulate import (
+from engine.sim.simulated_runner import (
     EOS_TOKEN_ID,
     ModelSize,
     RequestTimeline,

@@ -20,7 +20,7 @@ from engine.sim.server import (
     on_device,
     on_times,
 )
-from engine.sim.simulate import TimedRequest, own_prompt
+from engine.sim.simulated_runner import TimedRequest, own_prompt
 from engine.sim.step_times import StepTimes
 
 LLAMA_8B = ModelConfig.from_hf(CONFIG)

@@ -10,7 +10,7 @@ import pytest
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.request import Request, SamplingParams
-from engine.sim.simulate import ModelSize, SimulatedRunner, VirtualClock
+from engine.sim.simulated_runner import ModelSize, SimulatedRunner, VirtualClock
 from engine.sim.step_log import StepLog, read_step_log
 from engine.sim.step_times import StepLoad, StepTimes
 

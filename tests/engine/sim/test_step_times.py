@@ -13,7 +13,7 @@ from engine.models.model_config import ModelConfig
 from engine.request import Request, SamplingParams
 from engine.sim.calibrate import WAVES, calibrate, median_error
 from engine.sim.devices import DEVICES, H100_SXM, Sizes, roofline
-from engine.sim.simulate import ModelSize, SimulatedRunner, VirtualClock
+from engine.sim.simulated_runner import ModelSize, SimulatedRunner, VirtualClock
 from engine.sim.step_log import RecordingRunner
 from engine.sim.step_times import (
     MIN_GROUP_SAMPLES,
