@@ -37,8 +37,9 @@ from loadgen.measure.record import Records
 from loadgen.measure.stats import Summary
 from loadgen.plan.arrivals import Arrival, ClosedLoop, Poisson
 from loadgen.plan.workload import Length, RequestClass, Schedule, Workload
+from loadgen.targets.measured_steps import fit_steps, measure_steps
 from loadgen.targets.server import ServerTarget
-from loadgen.targets.simulated import SimulatedTarget, fit_steps, measure_steps
+from loadgen.targets.simulated import SimulatedTarget
 
 SERVERS = ((256, 16), (2048, 32))
 REPEATED = (512, 8)

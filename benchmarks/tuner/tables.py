@@ -212,8 +212,8 @@ class Builder:
         self.runs += 1
         name = self._target.name
         with SimulatedTarget(name, name, simulate=lambda config: simulation).open(flags) as server:
-            for door in server._doors:
-                peaks.watch(door.server)
+            for replica in server.servers:
+                peaks.watch(replica.engine)
             assert server.max_model_len is not None
             schedule = self.load(server.max_model_len).confirmation(self._seed)
             run = Run(server.run(schedule), load_seconds(schedule))

@@ -211,6 +211,16 @@ def kv_bytes_per_token(model: ModelConfig, sizes: Sizes, tensor_parallel_size: i
     return 2 * model.num_layers * heads * model.head_dim * sizes.kv
 
 
+def work_ratios(model: ModelConfig) -> tuple[float, float]:
+    """What of a step's work is in proportion to what, on every device: a query-key pair of attention to the
+    linear layers of a token, and reading the keys and values of a token to reading all weights, where both
+    are of one type."""
+    layers, sizes = layer_parameters(model), Sizes()
+    head = model.vocab_size * model.hidden_size
+    pair = 2 * model.num_layers * model.num_heads * model.head_dim / layers
+    return pair, kv_bytes_per_token(model, sizes) / (sizes.weights * (layers + head))
+
+
 def roofline(
     model: ModelConfig,
     device: Device,

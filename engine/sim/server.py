@@ -59,6 +59,11 @@ class Simulation:
     assumed: tuple[str, ...] = ()
     acceptance: float = DEFAULT_ACCEPTANCE
 
+    @property
+    def device_bytes(self) -> int:
+        """The device's memory, as the memory plan takes it."""
+        return self.config.device_memory or max(GIB, 2 * self.size.weights_bytes)
+
 
 def gpu_defaults(device: Device) -> dict[str, int]:
     """The flags of ``vllm serve`` whose defaults depend on the device."""

@@ -36,8 +36,8 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from loadgen.plan.workload import Schedule
+from loadgen.sim.model_shape import Shape
 from loadgen.target import TargetFailed
-from loadgen.targets.model_shape import Shape
 from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError, fitted_target
 from servers.memory_plan import MemoryPlan
 from servers.slo.bounds import LATENCIES, RATES, family_of

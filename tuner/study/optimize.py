@@ -10,8 +10,8 @@ from typing import Any
 
 import optuna
 
+from loadgen.sim.model_shape import shape_of
 from loadgen.target import OpenTarget, Target
-from loadgen.targets.model_shape import shape_of
 from servers.slo.objective import Slo, parse_slo
 from tuner.job.job import Job
 from tuner.runs.load import Traffic

@@ -18,8 +18,8 @@ from notebook import Notebook
 
 from engine.sim.step_times import StepTimes
 from loadgen.plan.workload import Length, RequestClass, Workload
+from loadgen.sim.model_shape import Shape, shape_of
 from loadgen.target import Target
-from loadgen.targets.model_shape import Shape, shape_of
 from loadgen.targets.simulated import SimulatedTarget
 from servers.kinds import VLLM
 from servers.slo.objective import parse_slo

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from loadgen.targets.simulated import HERE, SimulatedTargetError, read_model
+from loadgen.sim.target_name import HERE, SimulatedTargetError
 
 
 @dataclass(frozen=True)
@@ -20,21 +20,13 @@ class Shape:
 
 def shape_of(model: str) -> Shape | None:
     """Of a model whose config is on this machine; None for others, and for what the engine does not know."""
-    from engine.sim.devices import Sizes, kv_bytes_per_token, layer_parameters
+    from loadgen.sim.simulated_engine import read_model, work_ratios
 
     here = model if model == HERE or Path(model).exists() else _cached_config(model)
     try:
-        config = read_model(here) if here else None
+        return Shape(*work_ratios(read_model(here))) if here else None
     except SimulatedTargetError:
         return None
-    if config is None:
-        return None
-    layers = layer_parameters(config)
-    head = config.vocab_size * config.hidden_size
-    return Shape(
-        pair=2 * config.num_layers * config.num_heads * config.head_dim / layers,
-        context=kv_bytes_per_token(config, Sizes()) / (Sizes().weights * (layers + head)),
-    )
 
 
 def _cached_config(model: str) -> str:
