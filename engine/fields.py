@@ -47,19 +47,22 @@ def read_fields(value: object, kind: type[S]) -> S:
 
 
 def describe(value: object) -> str:
-    """A JSON value for a message, short however long it is."""
+    """A value for a message, cut where it is long."""
     if value is None:
         return "null"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
     if isinstance(value, dict):
         return "an object"
-    text = json.dumps(value[: MAX_SHOWN_CHARACTERS + 1] if isinstance(value, str) else value)
+    shown = value[: MAX_SHOWN_CHARACTERS + 1] if isinstance(value, str) else value
+    text = json.dumps(shown, default=str)  # YAML has dates, too
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
 def _explain(message: str, value: Any, kind: Any) -> FieldError:
     """msgspec's message, which ends with the path, in terms of the fields."""
+    if " - at `key`" in message:
+        return FieldError("", "keys must be strings")
     what, _, path = message.partition(" - at `$")
     for name, index in re.findall(r"\.(\w+)|\[(\d+)\]", path):
         if name:
