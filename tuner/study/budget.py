@@ -167,6 +167,12 @@ class Plan:
             )
         budget, spent = format_seconds(self.budget_seconds), format_seconds(self.spent_seconds)
         loads = f", {format_seconds(self.loads_seconds)} for other loads" if self.loads_seconds else ""
+        if self.affordable_trials < 1 and self.pairs:
+            pairs = self.pairs_within(self.spent_seconds)
+            return (
+                f"{cost}; of {budget}, {spent} are spent: no trial is affordable beside the confirmation, so "
+                f"the most promising change is put to the proof at once, in up to {pairs} pairs of runs"
+            )
         return (
             f"{cost}. Budget {budget}: {spent} used, {confirm} reserved for the confirmation "
             f"({self.pairs} pairs of runs){loads}, room for about {self.affordable_trials} trials"

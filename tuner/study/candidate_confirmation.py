@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from loadgen.compare import Pair, compare
@@ -12,7 +12,7 @@ from servers.slo.objective import Slo
 from tuner.job.job import Job
 from tuner.runs.load import Traffic, load_seconds
 from tuner.runs.measure import goodput_bounds
-from tuner.runs.result import TrialResult
+from tuner.runs.result import SERVES, TrialResult
 from tuner.search.study import Study
 from tuner.space.config import Config
 from tuner.space.space import describe_changes
@@ -36,6 +36,8 @@ from tuner.study.outcome import (
 )
 from tuner.study.trial import Bench, SetupFailed
 
+MIN_DIRECT_PAIRS = 2
+"""Least pairs of a config that no trial found to be better: fewer prove nothing."""
 MAX_CONFIRMED = 3
 """Candidates that are confirmed, one after the other, where the budget lasts."""
 
@@ -64,7 +66,8 @@ class CandidateConfirmation:
         worth = [c for c in study.candidates() if self._worth_confirming(c, baseline)]
         first = next(iter(worth), None)
         if first is None:
-            return without_confirmation(study.results, baseline, study.space, slo, ended)
+            guess = self._best_guess_proven(baseline)
+            return guess or without_confirmation(study.results, baseline, study.space, slo, ended)
         if baseline.status == "failed":
             return unconfirmed(first, baseline, study.space, slo, ended)
         observer.phase("confirmation")
@@ -77,6 +80,45 @@ class CandidateConfirmation:
             candidate = safer[0]
             outcome = self._confirmed(candidate, baseline, pairs)
         return outcome
+
+    def _best_guess_proven(self, baseline: TrialResult) -> Outcome | None:
+        """Where no trial is a candidate, for the time afforded none or the machine drifted: pairs of the most
+        promising config, which are a trial and its confirmation in one. None where there is no time for them.
+        """
+        pairs = 0 if self.job.budget is None else self.plan.pairs_within(self.clock.spent)
+        if baseline.status == "failed" or pairs < MIN_DIRECT_PAIRS:
+            return None
+        if missed := self._nearest_miss(baseline):
+            self.bench.observer.phase("confirmation")
+            return self._confirmed(missed, baseline, pairs)
+        launched = sum(r.launched for r in self.study.results) - 1
+        if (self.job.trials and launched >= self.job.trials) or (proposal := self.study.propose()) is None:
+            return None
+        self.bench.observer.phase("confirmation")
+        candidate = TrialResult(proposal.number, proposal.config, proposal.origin, "measured")
+        outcome = self._confirmed(candidate, baseline, pairs)
+        if outcome.confirmation is None:
+            told = replace(candidate, status="failed", reason=outcome.sentence, violations={SERVES: 1.0})
+        else:
+            measured = outcome.confirmation.candidate
+            bounds = self.slo.resolve(outcome.confirmation.baseline.value)
+            told = replace(
+                candidate, measurement=measured, violations={SERVES: 0.0, **measured.violations(bounds)}
+            )
+        self.study.tell(proposal, told)
+        return replace(outcome, best=told) if outcome.best else outcome
+
+    def _nearest_miss(self, baseline: TrialResult) -> TrialResult | None:
+        """Of the trials with a better objective than the baseline's, the one that misses its bounds least."""
+        objective = self.slo.objective
+        missed = [
+            r
+            for r in self.study.results
+            if r.status == "measured"
+            and self.study.space.changes(r.config)
+            and objective.better(r.value(objective), baseline.value(objective))
+        ]
+        return min(missed, key=lambda r: sum(max(0.0, v) for v in r.violations.values()), default=None)
 
     def _first_pairs(self) -> int:
         """Of the first candidate: all that is left of the budget, unless half of it is enough for proof."""

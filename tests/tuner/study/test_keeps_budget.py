@@ -91,3 +91,18 @@ def test_pairs_end_when_the_gain_is_proven(tmp_path: Path) -> None:
 def test_pairs_that_are_asked_for_stay(tmp_path: Path) -> None:
     _, outcome, _ = study(tmp_path, strategy="gp", budget=3600.0, pairs=3)
     assert outcome.confirmation.pairs == 3
+
+
+def test_a_budget_that_affords_no_trial_puts_the_best_guess_to_the_proof(tmp_path: Path) -> None:
+    """The baseline takes about 32 s, so that three pairs are kept and 30 s are missing for a trial."""
+    optimizer, outcome, seconds = study(tmp_path, strategy="gp", budget=190.0)
+    assert optimizer.plan.affordable_trials == 0
+    assert "put to the proof at once" in optimizer.plan.describe()
+    assert outcome.confirmation is not None
+    assert outcome.confirmation.pairs >= 2
+    assert outcome.kind == "better"
+    tried = [r for r in optimizer.study.results if r.launched]
+    assert len(tried) == 2
+    assert tried[1].value(optimizer.slo.objective) == outcome.confirmation.candidate.value("itl_es99")
+    assert outcome.best.number == tried[1].number
+    assert seconds <= 1.1 * 190.0
