@@ -150,13 +150,13 @@ def compare(
     restart: bool = False,
     enough: Callable[[Sequence[Pair]], bool] = lambda pairs: False,
 ) -> Comparison:
-    """Run configs ``a`` and ``b`` in pairs, one pair a seed, in the order AB BA AB …, and compare them.
+    """Run configs ``a`` and ``b`` in pairs, one pair per seed, in the order AB BA AB …, and compare them.
 
     ``b_schedule_for``: another load for side B, where the load itself is what is compared (half the rate, the
     shared part of prompts first). ``restart``: a server of its own for every run.
 
     ``together``: both servers stay up and are loaded in turn. None: if the target allows it and both fit;
-    else they are restarted in turn, which takes a start a pair. ``time_limit`` in seconds: no pair is begun
+    else they are restarted in turn: one start per pair. ``time_limit`` in seconds: no pair is begun
     that would probably exceed it (two are made in any case). ``progress`` is called before each run with
     (runs done, runs planned, what comes). ``stop`` ends early; the pair in progress is dropped.
     ``enough`` is asked after every pair whether those so far will do; the caller holds the error of looking

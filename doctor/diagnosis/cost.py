@@ -19,14 +19,14 @@ CostUnit = Literal["delay", "tokens", "misplaced"]
 NEGLIGIBLE = 0.05
 """Requests held up, below which nothing is said."""
 _PACE = ("tpot_mean", "itl_mean")
-"""Seconds a token of one stream: what turns tokens lost into requests held up."""
+"""Seconds per token of one stream: what turns tokens lost into requests held up."""
 
 
 @dataclass(frozen=True)
 class Toll:
-    """``delay``: request-seconds a second, which are the requests held up at any time. ``rate``: requests a
-    second among which these are shared; ``tokens``: output tokens lost a second. None: not known.
-    ``misplaced``: the requests are on another engine than they should be, so that no one's delay is known."""
+    """``delay``: request-seconds per second, which are the requests held up at any time. ``rate``: requests
+    per second among which these are shared; ``tokens``: output tokens lost per second. None: not known.
+    ``misplaced``: the requests are on another engine than they should be, their delay is unknown."""
 
     delay: float | None
     rate: float | None = None
@@ -55,8 +55,8 @@ class Toll:
 
 @dataclass(frozen=True)
 class Cost:
-    """A playbook's ``cost:``, in requests held up (``delay``), in output tokens a second (``tokens``), or in
-    requests that should be elsewhere, or here (``misplaced``)."""
+    """A playbook's ``cost:``, in requests held up (``delay``), in output tokens per second (``tokens``), or
+    in requests that should be elsewhere, or here (``misplaced``)."""
 
     expression: Expression
     unit: CostUnit = "delay"

@@ -30,7 +30,7 @@ class ExperimentError(UserError):
 @dataclass(frozen=True)
 class RequestStream:
     """One kind of request, and how it arrives: ``clients`` that each ask again when they are answered, or
-    ``rate`` a second whatever the server does. Lengths are tokens, (least, most)."""
+    ``rate`` per second whatever the server does. Lengths are tokens, (least, most)."""
 
     name: str
     prompt: tuple[int, int]

@@ -67,7 +67,7 @@ class Finding:
 
     @property
     def cost(self) -> float | None:
-        """Request-seconds of delay a second: how many requests are being held up, on average."""
+        """Request-seconds of delay per second: how many requests are being held up, on average."""
         return None if self.toll is None else self.toll.delay
 
 

@@ -1,7 +1,7 @@
 """Playbooks: Markdown files whose front matter is the rule that the doctor runs.
 
 Keys: ``id title severity when for prescribe expect``; ``cost``, by which findings are ranked and which a
-page of severity info may lack (requests held up at any time; or ``{tokens: …}``, lost a second; or
+page of severity info may lack (requests held up at any time; or ``{tokens: …}``, lost per second; or
 ``{misplaced: …}``, requests on the wrong instance); and where wanted ``titles`` (what a finding is called
 instead, ``if`` a condition holds), ``explains`` (findings that this one causes), ``show`` (more signals as
 evidence) and ``reproduce``. A file that breaks the schema is refused with the file, the key and what to write

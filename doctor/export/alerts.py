@@ -35,7 +35,7 @@ class AlertRules:
 
 
 def alert_rules(books: Sequence[Playbook], compiler: RuleCompiler) -> AlertRules:
-    """One alert a playbook that can be judged, and one for every metric whose absence blinds some of them."""
+    """One alert per playbook that can be judged, and one per metric whose absence blinds some of them."""
     rules: list[dict[str, Any]] = []
     notes: list[str] = []
     needed: dict[str, list[str]] = {}

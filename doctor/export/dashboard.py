@@ -122,7 +122,7 @@ def _panel(title: str, names: Sequence[str], compiler: RuleCompiler) -> dict[str
 
 
 def _findings(books: Sequence[Playbook], compiler: RuleCompiler) -> dict[str, Any]:
-    """Which rule holds when: one query a rule, 1 where it holds on any engine, else 0."""
+    """Which rule holds when: one query per rule, 1 where it holds on any engine, else 0."""
     queries = [(book, compiler.rule(book.when).query) for book in books if book.when.parts]
     colours = {
         "type": "value",

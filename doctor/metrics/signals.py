@@ -46,7 +46,7 @@ class HistogramSum:
 
 @dataclass(frozen=True)
 class Count:
-    """How many observations a histogram gained; ``rate``: a second; ``last``: since the server's start."""
+    """How many observations a histogram gained; ``rate``: per second; ``last``: since the server's start."""
 
     metric: str
     how: Literal["increase", "rate", "last"] = "increase"

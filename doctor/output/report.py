@@ -130,7 +130,7 @@ def verdict(diagnosis: Diagnosis) -> str | None:
 
 
 def cannot_tell_lines(items: Sequence[CannotTell]) -> list[str]:
-    """One line a reason, with the rules that it keeps from being judged."""
+    """One line per reason, with the rules that it keeps from being judged."""
     groups: dict[str, dict[str, list[str]]] = {}
     for item in items:
         reason = _reason(item.missing)

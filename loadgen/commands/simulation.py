@@ -63,7 +63,7 @@ def simulate(
 
 
 def replica_rows(done: Simulated) -> Iterator[tuple[str, ...]]:
-    """A row of text a replica, and one for all; over the whole run's window."""
+    """One row of text per replica, and one for all; over the whole run's window."""
     for name, records in [*((str(n), part) for n, part in enumerate(done.parts)), ("all", done.records)]:
         summary = Summary(replace(records, window=done.records.window))
         prompts = sum(r.prompt_tokens or 0 for r in records.requests if r.ok)
@@ -111,7 +111,7 @@ def simulation_markdown(done: Simulated) -> str:
 
 
 def simulation_json(done: Simulated) -> dict[str, Any]:
-    """The report of ``vtune bench run``, with ``estimate`` true, the memory plan, and one a replica."""
+    """The report of ``vtune bench run``, with ``estimate`` true, the memory plan, and one per replica."""
     data = {**report.run_json(done.records), "estimate": True, "memory": done.memory, "seconds": done.seconds}
     if done.parts:
         data |= {"routing": done.routing, "replicas": [report.run_json(part) for part in done.parts]}

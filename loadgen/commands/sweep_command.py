@@ -151,7 +151,7 @@ def _print(found: Capacity) -> None:
 
 
 def sweep_table(found: Capacity) -> list[tuple[str, ...]]:
-    """Headings, then a row a level: medians over its runs, and the interval of every bounded figure."""
+    """Headings, then one row per level: medians over its runs, and the interval of every bounded figure."""
     from loadgen.output.report import duration, number
     from servers.slo.bounds import format_value
 

@@ -48,7 +48,7 @@ def _outer_thirds(level: NDArray[np.int64]) -> tuple[float, float]:
 
 
 def _at_the_first_pace(requests: Sequence[RequestRecord], times: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Requests in flight at ``times``, had each taken as long a token as those of the first third."""
+    """Requests in flight at ``times``, had each taken as long per token as those of the first third."""
     begins = np.array([r.intended / 1e9 for r in requests])
     tokens = np.array([r.tokens if r.ok else r.max_tokens for r in requests])
     early = [r for r in requests if r.ok and times[0] <= r.intended / 1e9 <= times[len(times) // 3]]

@@ -93,7 +93,7 @@ class Distribution:
 
     @cached_property
     def independent(self) -> bool:
-        """One sample a request."""
+        """One sample per request."""
         return len(self.groups) == 0 or int(np.bincount(self.groups).max()) == 1
 
     def rank(self, quantile: float) -> float:
@@ -134,7 +134,7 @@ class Distribution:
     def interval(self, quantile: float, confidence: float = 0.95) -> tuple[float, float]:
         """Confidence interval of the percentile; an end that the sample cannot give is 0 or infinity.
 
-        Independent samples: the exact binomial order-statistic interval. Several samples a request:
+        Independent samples: the exact binomial order-statistic interval. Several samples per request:
         Woodruff's interval, with the variance of the share below the percentile taken between requests.
         """
         if not len(self.values) or self.count < min_samples(quantile):

@@ -1,4 +1,4 @@
-"""What was measured: one record a request, and the run around them. Saved as schema-versioned JSON."""
+"""What was measured: one record per request, and the run around them. Saved as schema-versioned JSON."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Records:
         write_atomically(Path(path), [_json(self.to_json()), "\n"])
 
     def save_requests(self, path: str | os.PathLike[str]) -> None:
-        """Write one JSON object a request and line (JSONL)."""
+        """Write one JSON object per line and request (JSONL)."""
         write_atomically(Path(path), (_json(_request_json(record)) + "\n" for record in self.requests))
 
     def to_json(self) -> dict[str, Any]:

@@ -316,7 +316,7 @@ def _delivers(record: RequestRecord) -> bool:
 
 
 def _per_request(records: Sequence[RequestRecord], metric: str) -> Distribution:
-    """One sample a request. Raises KeyError for an unknown metric."""
+    """One sample per request. Raises KeyError for an unknown metric."""
     measure = _PER_REQUEST[metric]
     failed = math.nan if metric in _TOLD else math.inf
     values = np.array([measure(r) if r.ok else failed for r in records], dtype=np.float64)
@@ -344,7 +344,7 @@ def _gaps(records: Sequence[RequestRecord], metric: str) -> Distribution:
 
 
 def frame(records: Records) -> pd.DataFrame:
-    """One row a request; see :meth:`Records.frame`."""
+    """One row per request; see :meth:`Records.frame`."""
     import pandas as pd
 
     low, high = (round(edge * 1e9) for edge in records.window)

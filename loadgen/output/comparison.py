@@ -7,6 +7,15 @@ from typing import Any
 from loadgen.compare import Comparison
 from loadgen.output.escape import printable
 
+_VERDICT_WORDS = {
+    "pass": "No regression",
+    "regress": "Regression",
+    "improve": "Improvement",
+    "inconclusive": "Inconclusive",
+    "invalid": "Invalid",
+}
+"""Each verdict as a reader sees it."""
+
 
 def comparison_text(comparison: Comparison) -> str:
     """For a terminal."""
@@ -29,7 +38,7 @@ def comparison_values(comparison: Comparison) -> dict[str, Any]:
     """What the templates of a comparison show."""
     heads, *rows = comparison.table()
     return {
-        "verdict": comparison.verdict,
+        "verdict": _VERDICT_WORDS[comparison.verdict],
         "how": how(comparison),
         "notes": comparison.notes,
         "sides": [(name, config) for name, config in (("A", comparison.a), ("B", comparison.b)) if config],
@@ -45,4 +54,4 @@ def how(comparison: Comparison) -> str:
 
 
 def _conclusion(comparison: Comparison) -> str:
-    return f"{comparison.verdict}: {how(comparison)}"
+    return f"{_VERDICT_WORDS[comparison.verdict]}: {how(comparison)}"

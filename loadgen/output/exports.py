@@ -21,7 +21,7 @@ _HEADLINES = ("ttft_p50", "ttft_p95", "tpot_p50", "itl_p50", "itl_p99", "e2e_p95
 
 
 def comparison_cases(comparison: Comparison) -> Iterator[Case]:
-    """A case a metric; an invalid comparison is one failed case more."""
+    """One case per metric; an invalid comparison is one failed case more."""
     if comparison.verdict == "invalid":
         yield Case("validity", failure="; ".join(comparison.notes) or "nothing was measured")
     for row in comparison.rows:
@@ -35,7 +35,7 @@ def comparison_cases(comparison: Comparison) -> Iterator[Case]:
 
 
 def run_cases(records: Records, bounds: Iterable[Bound]) -> Iterator[Case]:
-    """A case for the run's own verdict, and one a bound; one that too few samples speak of is skipped."""
+    """A case for the run's own verdict, and one per bound; a bound with too few samples is skipped."""
     reasons = "; ".join(records.reasons) or VERDICT_WORDS[records.verdict]
     yield Case("validity", failure=reasons if records.verdict == "client_limited" else "", text=reasons)
     summary = Summary(records)
@@ -56,19 +56,19 @@ def run_cases(records: Records, bounds: Iterable[Bound]) -> Iterator[Case]:
 
 
 def comparison_csv(comparison: Comparison) -> str:
-    """A line a metric; seconds, rates or counts."""
+    """One line per metric; seconds, rates or counts."""
     names = ("metric", "a", "b", "ratio", "low", "high", "p", "floor", "verdict", "note")
     return _csv(names, ([_cell(getattr(row, name)) for name in names] for row in comparison.rows))
 
 
 def requests_csv(records: Records) -> str:
-    """A line a request: times in seconds after the start."""
+    """One line per request: times in seconds after the start."""
     table = frame(records)
     return str(table.to_csv()) if len(table) else ""
 
 
 def github_benchmark(comparison: Comparison) -> list[dict[str, Any]]:
-    """For github-action-benchmark with ``customSmallerIsBetter``: side B, rates as seconds a unit."""
+    """For github-action-benchmark with ``customSmallerIsBetter``: side B, rates as seconds per unit."""
     entries = []
     for row in _plottable(comparison):
         rate = rises(row.metric)

@@ -69,7 +69,7 @@ class Trace:
 
     @property
     def rate(self) -> float:
-        """Mean requests a second; nan for less than two arrival times."""
+        """Mean requests per second; nan for less than two arrival times."""
         return (len(self.rows) - 1) / self.duration if self.duration else math.nan
 
     @property

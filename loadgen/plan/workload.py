@@ -24,7 +24,7 @@ REFERENCE_CONTEXT = 32768
 DEFAULT_VOCAB_SIZE = 32000
 """For a server whose vocabulary is unknown: every common model has at least this many ids."""
 _FASTEST_STREAM = 500
-"""Output tokens a second that no single stream of today's servers exceeds."""
+"""Output tokens per second that no single stream of today's servers exceeds."""
 _MOST_PROMPT_TOKENS = 2_000_000
 """Most requests of a schedule whose number was not asked for: some 75 MB."""
 MAX_PROMPT_TOKENS = 100_000_000

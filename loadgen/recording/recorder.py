@@ -71,7 +71,7 @@ class Tally:
     failed: int = 0
     """Requests that the server refused, or that were no requests: not recorded."""
     ratios: list[float] = field(default_factory=list)
-    """Characters a token, of the prompts with usage."""
+    """Characters per token, of the prompts with usage."""
 
 
 class Recorder:

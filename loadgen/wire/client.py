@@ -49,7 +49,7 @@ class ClientOptions:
     workers: int = 1
     verify_tls: bool = True
     chunk_usage: bool = False
-    """Ask for running usage in every chunk (vLLM, SGLang): exact tokens a chunk, slightly larger chunks."""
+    """Ask for running usage in every chunk (vLLM, SGLang): exact tokens per chunk, slightly larger chunks."""
 
     @property
     def longest_drain(self) -> float:

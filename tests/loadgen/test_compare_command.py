@@ -47,7 +47,7 @@ METRICS = ("--metrics", "itl_p50,throughput")
 def test_the_gate_passes_the_same_config_and_fails_a_slower_one(sides: tuple[Path, Path, Path]) -> None:
     a, again, slow = sides
     code, out, _ = vtune(a, again, *METRICS, "--gate", "--fail-on-inconclusive")
-    assert (code, out.splitlines()[-1]) == (0, "pass: 8 pairs, both servers up, loaded in turn")
+    assert (code, out.splitlines()[-1]) == (0, "No regression: 8 pairs, both servers up, loaded in turn")
     code, out, _ = vtune(a, slow, *METRICS, "--gate")
     assert code == 1
     assert "regress" in out
@@ -68,7 +68,7 @@ def test_a_run_that_its_client_spoilt_is_invalid_whatever_the_gate(tmp_path: Pat
     b = save(tmp_path / "b", [replace(records(2), verdict="client_limited", reasons=("late",))])
     code, out, _ = vtune(a, b, *METRICS)
     assert code == 3
-    assert "invalid" in out
+    assert "Invalid: 1 pairs" in out
     assert "late" in out
 
 
