@@ -16,6 +16,7 @@ from doctor.diagnosis.playbook import load_all
 from doctor.proof.proof_metrics import is_invalid, notes_of, rows_of, verdict_of
 from doctor.proof.result import ProofMetric, ProofVerdict, finite, headline, proof_table
 from loadgen.compare import compare
+from loadgen.output.escape import printable
 from loadgen.plan.workload import Schedule
 from loadgen.target import Target
 from loadgen.targets.either import EitherTarget
@@ -60,7 +61,7 @@ class Canary:
     def text(self) -> str:
         how = "both servers up, loaded in turn" if self.together else "servers restarted in turn"
         lines = [
-            f"{self.finding}: a canary of the cure",
+            f"{self.finding}: the prescription, tried as a canary",
             f"  before: {self.before}",
             f"  after:  {self.after}",
         ]
@@ -69,7 +70,8 @@ class Canary:
             *(f"    {line}" for line in proof_table(self.rows)),
         ]
         lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join([*lines, headline(self.verdict, self.rows, self.simulated)])
+        lines.append(headline(self.verdict, self.rows, self.simulated))
+        return "\n".join(map(printable, lines))
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = finite(

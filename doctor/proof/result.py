@@ -10,6 +10,7 @@ from typing import Any, Literal
 from doctor.diagnosis.expectation import Outcome
 from loadgen.measure.estimator import Estimate
 from loadgen.measure.rounding import significant
+from loadgen.output.escape import printable
 
 SCHEMA = "vtune.proof/1"
 ProofVerdict = Literal["verified", "refuted", "inconclusive", "not reproduced"]
@@ -125,7 +126,7 @@ class Proof:
             lines += [f"  after:  {self.after}", f"  {self.pairs} interleaved pairs of {self.seconds:g} s:"]
             lines += [f"    {line}" for line in proof_table(self.rows)]
         lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join([*lines, self.headline])
+        return "\n".join(map(printable, [*lines, self.headline]))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; nan and infinity become None."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loadgen.output.escape import markdown_text, printable
 from loadgen.output.terminal import Format
 
 if TYPE_CHECKING:
@@ -45,7 +46,10 @@ def trace(
         return
     for name, value in facts.items():
         text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        typer.echo(f"- **{name}**: {text}" if format is Format.MARKDOWN else f"{name:<26} {text}")
+        if format is Format.MARKDOWN:
+            typer.echo(f"- **{markdown_text(name)}**: {markdown_text(str(text))}")
+        else:
+            typer.echo(f"{name:<26} {printable(str(text))}")
 
 
 def trace_facts(read: Trace) -> dict[str, Any]:

@@ -6,10 +6,12 @@ import io
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from made_runs import records
 from plotly.offline import get_plotlyjs
+from typer.testing import CliRunner
 
 from loadgen.compare import Pair, compare_runs
 from loadgen.measure.record import Records
@@ -18,6 +20,7 @@ from loadgen.output.comparison_page import comparison_page
 from loadgen.output.escape import code, code_block, markdown_text, printable
 from loadgen.output.report import print_run, run_markdown
 from loadgen.output.run_page import run_page
+from vtune_cli import app
 
 HOSTILE = "\x1b[31m[red]<img src=x>\u202e|x"
 
@@ -92,3 +95,12 @@ def test_a_comparison_shows_hostile_text_as_text() -> None:
         assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", text)
         assert r"\x1b" in text
     assert "img" not in Tags(comparison_page(found)).found
+
+
+def test_a_trace_shows_hostile_text_as_text(tmp_path: Path) -> None:
+    file = tmp_path / "trace.csv"
+    file.write_text('ts,in,out,kind\n0,5,5,"\x1b[31m<img>"\n1,5,5,b\n')
+    columns = ("--trace-columns", "time=ts:s,prompt=in,output=out,class=kind")
+    for format, shown in (("text", r"\x1b[31m<img> 1"), ("markdown", r"\\x1b\[31m&lt;img> 1")):
+        words = ["bench", "trace", str(file), *columns, "--format", format]
+        assert shown in CliRunner().invoke(app, words).stdout
