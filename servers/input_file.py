@@ -18,7 +18,7 @@ GZIP = b"\x1f\x8b"
 def read_input(path: Path) -> bytes:
     """The bytes of a file or of a pipe (``<(zcat …)``). Raises OSError, its ``strerror`` in plain words.
 
-    A pipe at whose other end nobody writes is empty; opening it in the usual way would wait for a writer.
+    A pipe without a writer at its other end is empty; opening it in the usual way would wait for a writer.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -30,7 +30,7 @@ def read_input(path: Path) -> bytes:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         if not (stat.S_ISREG(kind) or stat.S_ISFIFO(kind)):
             raise OSError(errno.EINVAL, "neither a file nor a pipe")
-        first = file.raw.read(1)  # None: somebody writes, but not yet
+        first = file.raw.read(1)  # None: there is a writer, but no data yet
         if first == b"":
             return b""
         os.set_blocking(descriptor, True)

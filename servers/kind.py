@@ -95,7 +95,7 @@ class ServerKind:
         return None
 
     def default(self, name: str, platform: Platform) -> Number:
-        """What a flag is where nobody sets it: exact where the platform leaves no choice, else a range."""
+        """What a flag is where it is not set: exact where the platform leaves no choice, else a range."""
         return Number(*self.defaults(name, platform), "flag")
 
     @property

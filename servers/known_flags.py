@@ -17,7 +17,7 @@ from servers.logs.log_facts import LogFacts
 from servers.reading import Missing, Number, Reading
 
 Origin = Literal["given", "log", "metrics", "inferred", "default", "guessed"]
-"""Who says so. ``default``: nobody set it, and this platform has just one; ``guessed``: it may be another."""
+"""Who says so. ``default``: not set, and this platform has just one; ``guessed``: it may be another."""
 
 # Known only from metrics, a log or the command line: there is no default to guess.
 _OBSERVED = ("max_model_len", "block_size", "num_gpu_blocks", "kv_cache_tokens")
@@ -37,7 +37,7 @@ class Flag:
 
     @property
     def certain(self) -> bool:
-        """Whether somebody said so, or it can be nothing else."""
+        """Whether it was said, or can be nothing else."""
         return self.origin in ("given", "log", "metrics", "default")
 
     @property
@@ -109,7 +109,7 @@ def _platform(
     cache_config: Mapping[str, str],
     version: str | None,
 ) -> Platform:
-    """The CPU build shows in the metrics by its block size, which nobody chose and no GPU back end has."""
+    """The CPU build shows in the metrics by its block size, which was not chosen and which no GPU has."""
     version = version or (log.version if log else None)
     device = "cpu" if version and version.endswith("+cpu") else log.device if log else None
     looks_like_cpu = (cache_config.get("block_size"), cache_config.get("user_specified_block_size")) == (
@@ -155,7 +155,7 @@ def inferred(name: str, value: float, low: float, high: float) -> Flag:
 
 
 def _fallback(name: str, kind: ServerKind, platform: Platform, complete: bool) -> Flag:
-    """What holds where nobody set the flag, or where nobody told us."""
+    """What holds where the flag is not set, or not known."""
     default = kind.default(name, platform)
     if complete and default.exact:
         return Flag(name, _typed(default.point), "default", default)

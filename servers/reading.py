@@ -1,6 +1,6 @@
 """What a signal, a flag or an expression is worth: a number, a range, or the reason it has none.
 
-A quantile inside a histogram's first or last bucket is only a bound, and a flag nobody told us is only a
+A quantile inside a histogram's first or last bucket is only a bound, and a flag that is not known is only a
 guess. Both are kept as intervals, so that a comparison comes out true or false where the interval decides
 it, and "cannot tell" where it does not.
 """
@@ -20,7 +20,7 @@ class Missing:
     """A name without a value, and why.
 
     ``metric``: the server does not expose it; ``empty``: it does, but nothing was observed in the window;
-    ``flag``, ``assumption``: nobody told us; ``peers``: there is no second instance to compare with;
+    ``flag``, ``assumption``: not told; ``peers``: there is no second instance to compare with;
     ``elsewhere``: another exporter, a log, a baseline or a benchmark would say, and none was given;
     ``bound``: the value is known only as a range, and the range does not decide the question.
     """

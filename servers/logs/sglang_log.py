@@ -42,7 +42,7 @@ _RESULT = {
 """What it made of its arguments, and whose value that is."""
 _DAY_MS = 86_400_000
 _IDLE_MS = 10_000
-"""A server with nothing to do writes nothing. A batch that finds nobody running ends such a silence."""
+"""A server with nothing to do writes nothing. A batch that finds no request running ends such a silence."""
 _MOST_PAGES = 2000
 
 
@@ -162,8 +162,8 @@ class _Batches:
     ) -> dict[str, float]:
         """It counts as running who decodes beside it; its own (#new-seq) come on top."""
         if said["#running-req"] == 0 and at - engine.seen > _IDLE_MS and engine.gauges:
-            nobody = {"sglang:num_running_reqs": 0.0, "sglang:num_queue_reqs": 0.0}
-            self._events.append(_Event(engine.seen + 1000, number, {**engine.gauges, **nobody}))
+            none = {"sglang:num_running_reqs": 0.0, "sglang:num_queue_reqs": 0.0}
+            self._events.append(_Event(engine.seen + 1000, number, {**engine.gauges, **none}))
         cached = said.get("#cached-token", 0.0)
         return {_PROMPT: said.get("#new-token", 0.0) + cached, _CACHED: cached}
 

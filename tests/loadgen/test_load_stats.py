@@ -10,6 +10,7 @@ from scipy.stats import binom, mannwhitneyu
 from loadgen.measure.distribution import Distribution, binomial_quantile, min_samples, rank_test
 from loadgen.measure.record import Failure, RequestRecord
 from loadgen.measure.stats import METRICS, FigureError, RequestBound, Summary
+from servers.slo.bounds import PER_REQUEST
 
 
 @pytest.mark.parametrize(
@@ -256,5 +257,7 @@ def test_the_interval_of_a_shortfall_holds_the_truth() -> None:
 
 
 def test_a_bound_on_what_a_request_has_not() -> None:
+    for metric in PER_REQUEST:  # what an SLO may ask of each request
+        assert RequestBound(metric, 1.0).limit == 1.0
     with pytest.raises(FigureError, match="a request has"):
         RequestBound("throughput", 1.0)

@@ -42,7 +42,7 @@ def judged(text: str) -> tuple[bool | None, list[str]]:
         ("0.03 > 4 * fast", None, ["fast"]),
         ("beyond > 50", True, []),
         ("beyond > 100", None, ["beyond"]),
-        # A flag that nobody stated can be anything from 1 up.
+        # A flag that is not stated can be anything from 1 up.
         ("3000 > min(guess, 1000)", True, []),
         ("200 > min(guess, 1000)", None, ["guess"]),
     ],

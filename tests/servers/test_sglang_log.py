@@ -184,7 +184,7 @@ def test_the_ranks_of_a_data_parallel_server_are_engines() -> None:
     assert 'sglang:num_running_reqs{engine="1"} 20.0' in last
 
 
-def test_a_silence_that_ends_with_nobody_running_was_idle() -> None:
+def test_a_silence_that_ends_with_no_request_running_was_idle() -> None:
     arriving = (
         "Prefill batch, #new-seq: 1, #new-token: 50, #cached-token: 0, token usage: 0.0, "
         "#running-req: {}, #queue-req: 0, "
