@@ -12,9 +12,10 @@ import typer
 
 from doctor.commands.diff_command import diff_command
 from doctor.commands.export_command import export_app
-from doctor.commands.options import LogIn, assumptions, choose_source, flags_of, interrupted
+from doctor.commands.options import assumptions, choose_source, flags_of, interrupted
 from doctor.commands.playbook_command import playbook_app
 from doctor.commands.verify_command import verify_command
+from loadgen.commands.connection_options import ConnectionOptions
 from loadgen.commands.options import with_options
 from servers.errors import OptionError
 
@@ -114,7 +115,7 @@ def doctor(
     ] = None,
     queries: Annotated[bool, typer.Option(help="Print the PromQL behind every figure.")] = True,
     *,
-    login: LogIn,
+    reached: ConnectionOptions,
 ) -> None:
     """Say what is wrong with an LLM server, how that is known, and which flags to change.
 
@@ -138,7 +139,9 @@ def doctor(
     from servers.server_log import read_log
 
     try:
-        source = choose_source(metrics, prometheus, series, log, selector, period(since, until), bench, login)
+        source = choose_source(
+            metrics, prometheus, series, log, selector, period(since, until), bench, reached.connection
+        )
         command = flags_of(flags) if flags is not None else None
         before = flags_of(baseline_flags, "--baseline-flags") if baseline_flags is not None else None
 

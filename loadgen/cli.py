@@ -20,7 +20,8 @@ from loadgen.commands import (
     sweep_command,
     trace_command,
 )
-from loadgen.commands.options import Connection, Load, with_options
+from loadgen.commands.options import Load, with_options
+from loadgen.commands.server_options import Server
 from loadgen.output.terminal import (
     FAILED,
     INTERRUPTED,
@@ -73,7 +74,7 @@ def mount(app: typer.Typer) -> None:
 @bench.command()
 @with_options
 def run(
-    server: Connection,
+    server: Server,
     load: Load,
     seed: Annotated[
         int, typer.Option(min=0, help="Random seed of arrivals, classes, lengths and prompts.")

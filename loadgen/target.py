@@ -26,6 +26,7 @@ ENVIRONMENTAL = frozenset(
         "log",
         "disk_full",
         "unreachable",
+        "unauthorized",
         "not_restartable",
         CLIENT_KILLED,
     }
@@ -38,8 +39,9 @@ class TargetFailed(UserError):
 
     ``reason`` is one word to count by: out_of_memory, kv_cache_too_small, bad_flag, model_not_found,
     port_taken, not_found (the program), disk_full, killed, exited, timeout (never healthy), hangs
-    (healthy, but the first request gets no answer), unhealthy (the first request fails), unreachable,
-    not_restartable, client_killed (what sends the load, not the server). ``detail`` is a sentence for people;
+    (healthy, but the first request gets no answer), unhealthy (the first request fails), unauthorized (it
+    asks for a key), unreachable, not_restartable, client_killed (what sends the load, not the server).
+    ``detail`` is a sentence for people;
     ``log_tail`` the last lines of the server's log, "" where there is none.
     """
 

@@ -45,6 +45,14 @@ class ServerCommand:
         merged = {**self.flags, **changes}
         return replace(self, flags={name: value for name, value in merged.items() if value is not None})
 
+    def without_key(self) -> tuple[ServerCommand, str | None]:
+        """The same command without the API key that it says in a flag or a variable, and that key."""
+        flags, env = dict(self.flags), dict(self.env)
+        in_flags, variable = flags.pop("api_key", None), self.kind.key_variable if self.kind else ""
+        in_env = env.pop(variable, None) if variable else None
+        key = in_flags[0] if isinstance(in_flags, list) and in_flags else in_flags
+        return replace(self, flags=flags, env=env), in_env if key is None else str(key)
+
     def words(self) -> list[str]:
         """The command without its environment, as an argument vector. Raises FlagError."""
         kind = self.kind or VLLM

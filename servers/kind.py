@@ -37,6 +37,8 @@ class ServerKind:
     """Whether the model stands behind ``serve`` as it is, without a flag."""
     always: tuple[str, ...] = ()
     """Switches that it is started with, beside the user's flags."""
+    key_variable: str = ""
+    """The environment variable that it takes its API key from, beside ``--api-key``; "": there is none."""
     public: bool = False
     """It listens on every address of the machine unless it is told otherwise."""
     exclusive: bool = True

@@ -29,6 +29,7 @@ LONG = (
     "engine/scheduling/test_invariants.py",
     "engine/server/test_server_lifecycle.py",
     "tuner/workers/test_scale_out.py",
+    "tuner/session/test_connections.py",
     "doctor/test_bundled_engine.py",
     "doctor/test_fault_injection.py",
     "tuner/study/test_optimize.py",

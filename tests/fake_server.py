@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -218,10 +219,21 @@ class Server:
                 fields = {k.lower(): v.strip() for k, _, v in (h.partition(":") for h in headers)}
                 body = await reader.readexactly(int(fields.get("content-length", 0)))
                 method, path, _ = request.split(" ", 2)
-                await self.answer(method, path, body, writer)
+                if self.lets_in(fields):
+                    await self.answer(method, path, body, writer)
+                else:
+                    said = {"error": {"message": f"no entry with {fields}", "code": 401}}
+                    self.reply(writer, 401, json.dumps(said))
+                    await writer.drain()
                 if fields.get("connection", "").lower() == "close":
                     break
         writer.close()
+
+    def lets_in(self, fields: dict[str, str]) -> bool:
+        name, _, value = (self.flags.need_header or "").partition(": ")
+        key = self.flags.api_key
+        known = key is None or fields.get("authorization") == f"Bearer {key}"
+        return known and (not name or fields.get(name.lower()) == value)
 
     async def answer(self, method: str, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
         if path == "/health":
@@ -338,6 +350,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--speculative-config", type=json.loads)
     for switch in ("--enable-prefix-caching", "--enable-chunked-prefill", "--async-scheduling"):
         parser.add_argument(switch, action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--api-key", default=os.environ.get("VLLM_API_KEY"), help="asked for on every path")
+    parser.add_argument("--need-header", help="'Name: value', asked for on every path")
+    parser.add_argument("--tls-cert", help="PEM; its key is in it")
     parser.add_argument("--start-delay", type=float, default=0.0, help="seconds before it listens")
     parser.add_argument("--time-scale", type=float, default=1.0, help="factor on the length of a step")
     parser.add_argument("--fault", action="append", default=[], help="see below; may be repeated")
@@ -375,8 +390,14 @@ async def main(flags: argparse.Namespace) -> None:
     engine = Engine(flags)
     fail_at_start(flags, engine)
     await asyncio.sleep(flags.start_delay)
-    server = await asyncio.start_server(Server(engine, flags).serve, "127.0.0.1", flags.port, limit=1 << 22)
-    print(f"fake server on port {flags.port}: {vars(flags)}", flush=True)
+    tls = None
+    if flags.tls_cert:
+        tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        tls.load_cert_chain(flags.tls_cert)
+    serve = Server(engine, flags).serve
+    server = await asyncio.start_server(serve, "127.0.0.1", flags.port, limit=1 << 22, ssl=tls)
+    shown = {name: value for name, value in vars(flags).items() if name not in ("api_key", "need_header")}
+    print(f"fake server on port {flags.port}: {shown}", flush=True)
     stop = asyncio.Event()
     if "ignore-term" not in flags.fault:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)

@@ -17,7 +17,7 @@ from tuner.search.prior import make_simulator
 from tuner.session.new_job import RUNS
 from tuner.session.session import StudySession
 from tuner.study.optimize import Optimizer
-from tuner.study.target import check_offered, make_target
+from tuner.study.target import check_offered
 from tuner.study.trial import Bench, SetupFailed
 from tuner.workers.coordination import join
 from tuner.workers.local_workers import device_shares, local_workers
@@ -49,7 +49,7 @@ def _run(session: StudySession, console: Console) -> int:
     job, show = session.asked.job, _show(console)
     started = not job.simulated and not job.running
     if started:
-        check_offered(job, make_target(job, RUNS, session.start_timeout), show)
+        check_offered(job, session.target(job, RUNS), show)
     if (session.place.workers or 1) > 1:
         return _run_workers(session, console)
     if started and session.place.storage is None and (warning := busy_warning()):
@@ -63,7 +63,7 @@ def _run_alone(session: StudySession, console: Console) -> int:
     with locked(session.out, shared) as out, session.storage(out, shared) as storage:
         begun = session.begin(storage)
         job = begun.job
-        target = make_target(job, out, session.start_timeout)
+        target = session.target(job, out)
         with (
             Interrupts() as interrupts,
             make_observer(console, f"vtune optimize: {session.name}") as observer,
@@ -103,7 +103,13 @@ def _run_workers(session: StudySession, console: Console) -> int:
             with (
                 Interrupts(),
                 local_workers(
-                    session.name, session.storage_url(out), out, devices, session.start_timeout, show
+                    session.name,
+                    session.storage_url(out),
+                    out,
+                    devices,
+                    session.start_timeout,
+                    session.asked.connection,
+                    show,
                 ) as workers,
             ):
                 statuses = workers.wait()

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from doctor.commands.options import LogIn, flags_of, interrupted
+from doctor.commands.options import flags_of, interrupted
+from loadgen.commands.connection_options import ConnectionOptions
 from loadgen.commands.options import with_options
 from servers.errors import OptionError
 
 if TYPE_CHECKING:
     from doctor.diagnosis.diff import DiffSide
     from doctor.metrics.period import Period
+    from servers.connection import Connection
 
 
 class DiffFormat(StrEnum):
@@ -41,7 +43,7 @@ def diff_command(
     slo: Annotated[str | None, typer.Option(help="Your objectives: itl_p99<50ms,ttft_p95<300ms.")] = None,
     format: Annotated[DiffFormat, typer.Option(help="text, json or markdown.")] = DiffFormat.text,
     *,
-    login: LogIn,
+    reached: ConnectionOptions,
 ) -> None:
     """Say what changed between two windows: server, traffic, cache, load, latency, findings.
 
@@ -70,7 +72,7 @@ def diff_command(
             flags_of(flags_b, "--flags-b").flags if flags_b is not None else None,
         )
         sides = [
-            _side(prometheus, selector, login, path, span, flags, log)
+            _side(prometheus, selector, reached.connection, path, span, flags, log)
             for path, span, flags, log in zip(paths, spans, commands, (log_a, log_b), strict=True)
         ]
         found = difference(sides[0], sides[1], judged_objectives(slo))
@@ -96,7 +98,7 @@ def _window(text: str | None, option: str) -> Period | None:
 def _side(
     prometheus: str | None,
     selector: str,
-    login: LogIn,
+    connection: Connection,
     path: Path | None,
     span: Period | None,
     flags: Mapping[str, Any] | None,
@@ -108,7 +110,7 @@ def _side(
 
     source: Source
     if prometheus is not None:
-        source = PrometheusSource(prometheus, selector, period=span, access=login.access())
+        source = PrometheusSource(prometheus, selector, period=span, connection=connection)
     else:
         assert path is not None
         source = SeriesFile(path, span)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from doctor.commands.options import LogIn, assumptions, choose_source, flags_of, interrupted
+from doctor.commands.options import assumptions, choose_source, flags_of, interrupted
+from loadgen.commands.connection_options import ConnectionOptions
 from loadgen.commands.options import with_options
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Exported:
 
 @export_app.command("alerts")
 @with_options
-def export_alerts(wanted: Exported, login: LogIn) -> None:
+def export_alerts(wanted: Exported, reached: ConnectionOptions) -> None:
     """Print Prometheus alerting rules: one per playbook, plus absent() alerts for missing metrics.
 
     Rules that depend on an unknown flag are named in a comment instead.
@@ -62,12 +63,12 @@ def export_alerts(wanted: Exported, login: LogIn) -> None:
     from doctor.diagnosis.playbook import load_all
     from doctor.export.alerts import alert_rules
 
-    typer.echo(alert_rules(load_all(), _compiler(wanted, wanted.inside, login)).text(), nl=False)
+    typer.echo(alert_rules(load_all(), _compiler(wanted, wanted.inside, reached)).text(), nl=False)
 
 
 @export_app.command("dashboard")
 @with_options
-def export_dashboard(wanted: Exported, login: LogIn) -> None:
+def export_dashboard(wanted: Exported, reached: ConnectionOptions) -> None:
     """Print a Grafana dashboard (JSON, to be imported): which rules hold, and the figures behind them.
 
     Example: vtune doctor export dashboard --prometheus http://prometheus:9090 > vtune-dashboard.json
@@ -78,10 +79,10 @@ def export_dashboard(wanted: Exported, login: LogIn) -> None:
     from doctor.export.dashboard import INSTANCES, dashboard
 
     own = ",".join(filter(None, [wanted.inside, INSTANCES]))
-    typer.echo(json.dumps(dashboard(load_all(), _compiler(wanted, own, login)), indent=2))
+    typer.echo(json.dumps(dashboard(load_all(), _compiler(wanted, own, reached)), indent=2))
 
 
-def _compiler(wanted: Exported, selector: str, login: LogIn) -> RuleCompiler:
+def _compiler(wanted: Exported, selector: str, reached: ConnectionOptions) -> RuleCompiler:
     """``selector``: what the exported rules select; a Prometheus is looked at with the one asked for."""
     from doctor.export.export import compiler
     from doctor.metrics.period import window_seconds
@@ -91,7 +92,7 @@ def _compiler(wanted: Exported, selector: str, login: LogIn) -> RuleCompiler:
         sources = (wanted.metrics, wanted.prometheus, wanted.series)
         where = wanted.inside if wanted.prometheus is not None else ""
         looked_at = any(given is not None for given in sources)
-        source = choose_source(*sources, None, where, login=login) if looked_at else None
+        source = choose_source(*sources, None, where, connection=reached.connection) if looked_at else None
         return compiler(
             source,
             flags_of(wanted.flags).flags if wanted.flags is not None else None,

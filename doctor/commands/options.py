@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -15,42 +13,10 @@ from loadgen.output.terminal import INTERRUPTED
 from servers.errors import OptionError
 
 if TYPE_CHECKING:
-    from doctor.metrics.access import Access
     from doctor.metrics.period import Period
     from doctor.metrics.sources import Source
     from servers.command import ServerCommand
-
-
-@dataclass(frozen=True)
-class LogIn:
-    """How --prometheus and --metrics are reached. Secrets come from files or the environment."""
-
-    token_file: Annotated[
-        Path | None, typer.Option(help="A file that holds a bearer token; or $VTUNE_TOKEN.")
-    ] = None
-    user: Annotated[str | None, typer.Option(help="For basic authentication, with a password.")] = None
-    password_file: Annotated[
-        Path | None, typer.Option(help="A file that holds the user's password; or $VTUNE_PASSWORD.")
-    ] = None
-    ca_file: Annotated[
-        Path | None, typer.Option(help="Certificates (PEM) to trust for https, such as your own CA's.")
-    ] = None
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Skip TLS certificate checks (testing only).")
-    ] = False
-
-    def access(self) -> Access:
-        """Raises AccessError for what cannot be read."""
-        from doctor.metrics.access import read_access
-
-        return read_access(
-            os.environ,
-            token_file=self.token_file,
-            user=self.user,
-            password_file=self.password_file,
-            ca_file=self.ca_file,
-            insecure=self.insecure,
-        )
+    from servers.connection import Connection
 
 
 def choose_source(
@@ -61,12 +27,13 @@ def choose_source(
     selector: str,
     period: Period | None = None,
     bench: Path | None = None,
-    login: LogIn | None = None,
+    connection: Connection | None = None,
 ) -> Source:
     """The one source that the options name. Raises SourceError."""
     from doctor.metrics.benchmark import BenchmarkResult
     from doctor.metrics.log_source import LogSource
     from doctor.metrics.sources import MetricsUrl, PrometheusSource, SeriesFile
+    from servers.connection import Connection
     from servers.errors import SourceError
 
     given = [
@@ -87,11 +54,11 @@ def choose_source(
         raise SourceError(
             "--since and --until look into the past; they need --prometheus URL or --series FILE"
         )
-    access = (login or LogIn()).access()
+    reached = connection or Connection()
     if metrics is not None:
-        return MetricsUrl(metrics, access=access, progress=_progress())
+        return MetricsUrl(metrics, connection=reached, progress=_progress())
     if prometheus is not None:
-        return PrometheusSource(prometheus, selector, period=period, access=access)
+        return PrometheusSource(prometheus, selector, period=period, connection=reached)
     if series is not None:
         return SeriesFile(series, period)
     if bench is not None:

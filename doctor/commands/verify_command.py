@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from loadgen.commands.connection_options import ConnectionOptions
 from loadgen.commands.options import Load, with_options
 from loadgen.output.terminal import FAILED, INCONCLUSIVE, INTERRUPTED, INVALID, check_writable, interruptible
 from servers.errors import UserError
@@ -31,6 +32,7 @@ def verify_command(
         ),
     ],
     load: Load,
+    reached: ConnectionOptions,
     target: Annotated[
         str,
         typer.Option(
@@ -88,6 +90,7 @@ def verify_command(
                 pairs=pairs,
                 seed=seed,
                 slo=slo,
+                connection=reached.connection,
                 log_dir=None if out is None else out / "logs",
                 progress=lambda done, planned, what: typer.echo(
                     f"{what} (run {done + 1} of {planned})", err=True

@@ -12,7 +12,7 @@ from requests.adapters import HTTPAdapter
 from urllib3.exceptions import InsecureRequestWarning
 from urllib3.util.retry import Retry
 
-from doctor.metrics.access import Access
+from servers.connection import Connection
 
 MAX_ANSWER_BYTES = 256 << 20
 """Bytes of an answer: a hundred servers' metrics are a few MB."""
@@ -26,14 +26,24 @@ class Session(requests.Session):
     """A POST carries its parameters as a form, since a query for many signals is too long for a URL; a server
     that takes no POST is asked by GET. ``timeout`` holds for the whole answer, not for each piece of it."""
 
-    def __init__(self, access: Access, retries: int = 0) -> None:
+    def __init__(self, connection: Connection, retries: int = 0) -> None:
         super().__init__()
-        self.verify = str(access.ca_file) if access.ca_file is not None else access.verify
+        tls = connection.tls
+        self.verify = str(tls.ca_file) if tls.ca_file is not None else tls.verify
+        if tls.cert_file is not None:
+            self.cert = (str(tls.cert_file), str(tls.key_file or tls.cert_file))
+        self._own = dict(connection.headers)
+        self.headers.update(self._own)
         self._patient = _Patient(max_retries=Retry(total=retries, backoff_factor=0, read=False))
-        if access.token is not None:
-            self.auth = _Bearer(access.token)
-        elif access.user is not None:
-            self.auth = requests.auth.HTTPBasicAuth(access.user.encode(), (access.password or "").encode())
+        if connection.authorization is not None:
+            self.auth = _Login(connection.authorization)
+
+    def rebuild_auth(self, prepared_request: requests.PreparedRequest, response: requests.Response) -> None:
+        """Where a redirect leads to another host, headers of ours stay behind, as a key does."""
+        super().rebuild_auth(prepared_request, response)
+        if self.should_strip_auth(str(response.request.url), str(prepared_request.url)):
+            for name in self._own:
+                prepared_request.headers.pop(name, None)
 
     def request(self, method: Any, url: Any, *args: Any, **given: Any) -> requests.Response:
         given.setdefault("verify", self.verify)  # or $REQUESTS_CA_BUNDLE would take its place
@@ -84,12 +94,12 @@ class _Limited:
             yield piece
 
 
-class _Bearer(requests.auth.AuthBase):
+class _Login(requests.auth.AuthBase):
     """As an ``auth``: a mere header would give way to ~/.netrc."""
 
-    def __init__(self, token: str) -> None:
-        self._token = token
+    def __init__(self, authorization: str) -> None:
+        self._authorization = authorization
 
     def __call__(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        request.headers["Authorization"] = f"Bearer {self._token}"
+        request.headers["Authorization"] = self._authorization
         return request

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from doctor.metrics.access import PASSWORD, TOKEN, Access
 from doctor.metrics.evaluators import Evaluator, ScrapeEvaluator, Span
 from doctor.metrics.period import Period, PeriodError
 from doctor.metrics.promql import PromQL
 from loadgen.measure.clock import UnixClock
+from servers.connection import NO_LOGIN, Connection
 from servers.errors import SourceError
 from servers.kind import ServerKind
 from servers.kinds import LABELS, find_family
@@ -25,11 +25,6 @@ from servers.metrics.exposition import ExpositionError, Recording, read_series_t
 TIMEOUT_S = 10.0
 QUERY_TIMEOUT_S = 30.0
 """One query asks for many signals of a whole fleet."""
-LOG_IN = (
-    "Give --token-file FILE, or --user NAME with --password-file FILE "
-    f"(or set ${TOKEN}, or ${PASSWORD} beside --user)"
-)
-NO_LOGIN = Access()
 
 
 @dataclass(frozen=True)
@@ -151,12 +146,12 @@ class MetricsUrl(Source):
         self,
         url: str,
         *,
-        access: Access = NO_LOGIN,
+        connection: Connection = NO_LOGIN,
         interval: float = 1.0,
         progress: Callable[[float], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self.url, self.access = _apart(_with_path(url, "/metrics"), access)
+        self.url, self.connection = _apart(_with_path(url, "/metrics"), connection)
         self.name = urlsplit(self.url).netloc
         self.interval = interval
         self.progress = progress
@@ -193,7 +188,7 @@ class MetricsUrl(Source):
 
     def scrape(self) -> tuple[int, str]:
         """(unix ms, exposition text) of now. Raises SourceError."""
-        return self._clock.ms(), _get(self.url, self.access)
+        return self._clock.ms(), _get(self.url, self.connection)
 
     def _version(self) -> str | None:
         """vLLM and the bundled engine answer GET /version beside /metrics."""
@@ -202,8 +197,10 @@ class MetricsUrl(Source):
         from doctor.metrics.session import Session
 
         try:
-            with Session(self.access) as session:
-                answer = session.get(f"{self.url.rsplit('/', 1)[0]}/version", timeout=TIMEOUT_S)
+            with Session(self.connection) as session:
+                answer = session.get(
+                    f"{self.url.rsplit('/', 1)[0]}/version", timeout=self.connection.within(TIMEOUT_S)
+                )
             version = answer.json().get("version") if answer.ok else None
         except (requests.RequestException, ValueError, AttributeError):
             return None
@@ -225,9 +222,9 @@ class PrometheusSource(Source):
         selector: str = "",
         at: float | None = None,
         period: Period | None = None,
-        access: Access = NO_LOGIN,
+        connection: Connection = NO_LOGIN,
     ) -> None:
-        self.url, self.access = _apart(_with_path(url, "").rstrip("/"), access)
+        self.url, self.connection = _apart(_with_path(url, "").rstrip("/"), connection)
         self.name = urlsplit(self.url).netloc
         self.selector = selector.strip().removeprefix("{").removesuffix("}").strip().rstrip(",")
         self.at = at
@@ -256,10 +253,11 @@ class PrometheusSource(Source):
 
         from doctor.metrics.session import Session
 
+        timeout = self.connection.within(QUERY_TIMEOUT_S)
         client = PrometheusConnect(
             self.url,
-            session=Session(self.access, retries=1),
-            timeout=QUERY_TIMEOUT_S,
+            session=Session(self.connection, retries=1),
+            timeout=timeout,
             method="POST",
         )
         params = {"time": at}
@@ -268,9 +266,11 @@ class PrometheusSource(Source):
             try:
                 answer = client.custom_query(query, params=params)
             except PrometheusApiClientException as error:
-                raise SourceError(f"{self.url}: {self.access.hide(_refusal(str(error), query))}") from None
+                raise SourceError(
+                    f"{self.url}: {self.connection.hide(_refusal(str(error), query, self.connection))}"
+                ) from None
             except requests.RequestException as error:
-                reason = _reason(error, QUERY_TIMEOUT_S)
+                reason = _reason(error, timeout)
                 raise SourceError(f"{self.url}: {reason}. Is this a Prometheus?") from None
             except (KeyError, TypeError, ValueError, RecursionError):
                 raise SourceError(f"{self.url}: does not answer like Prometheus's HTTP API") from None
@@ -318,22 +318,22 @@ def _with_path(url: str, path: str) -> str:
     return full if parts.path.strip("/") else full.rstrip("/") + path
 
 
-def _apart(url: str, access: Access) -> tuple[str, Access]:
+def _apart(url: str, connection: Connection) -> tuple[str, Connection]:
     """A URL without the credentials in it, and these as basic authentication."""
     parts = urlsplit(url)
     if parts.username is None:
-        return url, access
+        return url, connection
     host = parts.netloc.rsplit("@", 1)[-1]
-    if access.token is None and access.user is None:
+    if connection.authorization is None:
         password = unquote(parts.password or "")
-        access = replace(access, user=unquote(parts.username), password=password)
-    return urlunsplit(parts._replace(netloc=host)), access
+        connection = replace(connection, user=unquote(parts.username), password=password)
+    return urlunsplit(parts._replace(netloc=host)), connection
 
 
-def _refusal(error: str, query: str) -> str:
+def _refusal(error: str, query: str, connection: Connection) -> str:
     """What an HTTP error of a Prometheus means."""
     if "Status Code 401" in error or "Status Code 403" in error:
-        return f"wants to know who asks. {LOG_IN}"
+        return connection.refused
     return f"Prometheus refused a query: {_short(error)}. Query: {_short(query)}"
 
 
@@ -341,19 +341,20 @@ def _short(text: str, most: int = 500) -> str:
     return text if len(text) <= most else f"{text[:most]} … ({len(text)} characters)"
 
 
-def _get(url: str, access: Access) -> str:
+def _get(url: str, connection: Connection) -> str:
     import requests
 
     from doctor.metrics.session import Session
 
+    timeout = connection.within(TIMEOUT_S)
     try:
-        with Session(access) as session:
-            answer = session.get(url, timeout=TIMEOUT_S)
+        with Session(connection) as session:
+            answer = session.get(url, timeout=timeout)
     except (requests.RequestException, ValueError) as error:  # the latter for where a redirect leads
-        reason = _reason(error, TIMEOUT_S)
+        reason = _reason(error, timeout)
         raise SourceError(f"{url}: {reason}. Is the server up, and is this its address?") from None
     if answer.status_code in (401, 403):
-        raise SourceError(f"{url}: wants to know who asks. {LOG_IN}")
+        raise SourceError(f"{url}: HTTP {answer.status_code}; {connection.refused}")
     if not answer.ok:
         raise SourceError(f"{url}: HTTP {answer.status_code}; is this the server's /metrics page?")
     return answer.text
@@ -368,7 +369,10 @@ def _reason(error: Exception, timeout: float) -> str:
     if isinstance(error, requests.Timeout):
         return f"no answer within {timeout:g} s"
     if isinstance(error, requests.exceptions.SSLError):
-        return "its TLS certificate is not trusted here, or the handshake failed (--ca-file, --insecure)"
+        return (
+            "its TLS certificate is not trusted here, or the handshake failed (--ca-file, --client-cert, "
+            "--insecure)"
+        )
     if isinstance(error, requests.ConnectionError):
         return "cannot connect"
     if isinstance(error, TooLarge):

@@ -23,6 +23,7 @@ from loadgen.targets.either import EitherTarget
 from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import PREFIX, SimulatedTarget
 from servers.command import ServerCommand, parse_command
+from servers.connection import NO_LOGIN, Connection, masked
 from servers.errors import UserError
 from servers.input_file import read_input
 
@@ -114,6 +115,7 @@ def try_cure(
     pairs: int,
     seed: int = 0,
     slo: str | None = None,
+    connection: Connection = NO_LOGIN,
     log_dir: Path | None = None,
     progress: Callable[[int, int, str], None] | None = None,
     stop: threading.Event | None = None,
@@ -122,7 +124,7 @@ def try_cure(
 
     Raises CanaryError, FlagError, SimulatedTargetError, SloError, TargetFailed.
     """
-    sides = _sides(cure, target, flags, model, log_dir)
+    sides = _sides(cure, target, flags, model, connection, log_dir)
     found = compare(
         sides.target,
         sides.a,
@@ -158,7 +160,9 @@ class _Sides:
     context: Callable[[], int]
 
 
-def _sides(cure: Cure, target: str, flags: str, model: str, log_dir: Path | None) -> _Sides:
+def _sides(
+    cure: Cure, target: str, flags: str, model: str, connection: Connection, log_dir: Path | None
+) -> _Sides:
     if target.startswith(("http://", "https://")):
         raise CanaryError(
             f"--target {target}: a canary starts servers of its own and leaves running ones alone; give the "
@@ -172,16 +176,18 @@ def _sides(cure: Cure, target: str, flags: str, model: str, log_dir: Path | None
             length = opened.max_model_len or _DEFAULT_CONTEXT
         sides = _Sides(device, a, b, lambda: length)
     elif "{flags}" in target:
-        server = ServerTarget(target, log_dir=log_dir)
+        server = ServerTarget(target, connection=connection, log_dir=log_dir)
         before = parse_command(flags) if flags.strip() else ServerCommand("")
         a, b = dict(before.flags), dict(before.with_flags(cure.changes).flags)
         sides = _Sides(server, a, b, lambda: _DEFAULT_CONTEXT)
     else:
         before = parse_command(target)
         if not before.program:
-            raise CanaryError(f"--target {target!r}: names no server; write e.g. 'vllm serve MODEL …'")
+            raise CanaryError(
+                f"--target {masked(target)!r}: names no server; write e.g. 'vllm serve MODEL …'"
+            )
         commands = [str(before), str(before.with_flags(cure.changes))]
-        either = EitherTarget(commands, log_dir=log_dir)
+        either = EitherTarget(commands, connection=connection, log_dir=log_dir)
         a, b = ({"server": command} for command in commands)
         sides = _Sides(either, a, b, lambda: either.max_model_len or _DEFAULT_CONTEXT)
     if sides.a == sides.b:

@@ -102,7 +102,8 @@ def serve(
     host: Annotated[str, _flag("Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, _flag("Port to listen on; 0 takes a free one.", min=0, max=65535)] = 8000,
     api_key: Annotated[
-        list[str] | None, _flag("Key that clients must send as bearer token; may be repeated.")
+        list[str] | None,
+        _flag("Key that clients must send as bearer token; may be repeated.", envvar="VLLM_API_KEY"),
     ] = None,
     disable_uvicorn_access_log: Annotated[
         bool, typer.Option("--disable-uvicorn-access-log", help="Do not log every HTTP request.")

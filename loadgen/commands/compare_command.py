@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from loadgen.commands.connection_options import ConnectionOptions
 from loadgen.commands.options import Load, with_options
 from loadgen.output.terminal import (
     FAILED,
@@ -59,6 +60,7 @@ def compare_command(
     ],
     b: Annotated[str, typer.Argument(help="What is compared with it, of the same kind.")],
     load: Load,
+    reached: ConnectionOptions,
     pairs: Annotated[
         int, typer.Option(min=1, help="Pairs of runs, in the order AB BA AB …; a gate needs 8.")
     ] = 8,
@@ -75,7 +77,6 @@ def compare_command(
     seed: Annotated[
         int, typer.Option(min=0, help="Random seed of the first pair; each pair has its own.")
     ] = 0,
-    api_key: Annotated[str | None, typer.Option(envvar="VTUNE_API_KEY", help="Sent as bearer token.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the comparison in every format, and every run's records.")
     ] = None,
@@ -101,6 +102,7 @@ def compare_command(
     from loadgen.compare import compare_runs
     from loadgen.target import TargetFailed
     from loadgen.targets.either import EitherTarget
+    from servers.connection import masked
 
     check_writable(out)
     try:
@@ -113,11 +115,13 @@ def compare_command(
                     raise UserError(
                         f"A and B are one server, {a}: each would find the other's prompts in its cache"
                     )
-                target = EitherTarget((a, b), api_key=api_key, log_dir=out / "logs" if out else None)
+                target = EitherTarget(
+                    (a, b), connection=reached.connection, log_dir=out / "logs" if out else None
+                )
                 found = run_pairs(
                     target,
-                    {"server": a},
-                    {"server": b},
+                    {"server": masked(a)},
+                    {"server": masked(b)},
                     _lazily(load, target, max_model_len),
                     seeds=range(seed, seed + pairs),
                     metrics=split_metrics(metrics),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from enum import StrEnum
@@ -16,16 +15,10 @@ import typer
 from servers.errors import OptionError
 
 if TYPE_CHECKING:
-    from loadgen.measure.record import Records
     from loadgen.plan.arrivals import Arrival
     from loadgen.plan.datasets import Dataset
-    from loadgen.plan.load_policy import Progress
     from loadgen.plan.traces import Trace
     from loadgen.plan.workload import Schedule, Workload
-
-
-_DEFAULT_CONTEXT = 4096
-"""Of a server that does not say."""
 
 
 class ArrivalKind(StrEnum):
@@ -296,80 +289,6 @@ class Load(Recorded):
         if self.arrival is ArrivalKind.GAMMA:
             return Gamma(self.rate, self.burstiness or 1.0)
         return Poisson(self.rate)
-
-
-@dataclass(frozen=True)
-class Connection:
-    """Whom to ask, and how the client behaves. Times in seconds."""
-
-    url: Annotated[str, _option("Base URL of an OpenAI-compatible server.")]
-    model: Annotated[str | None, _option("Default: the first of /v1/models.")] = None
-    max_model_len: Annotated[int | None, _option("Default: what /v1/models says.", min=1)] = None
-    vocab_size: Annotated[int | None, _option("Prompts use token ids below this. Default: 32000.", min=8)] = (
-        None
-    )
-    api_key: Annotated[str | None, _option("Sent as bearer token.", envvar="VTUNE_API_KEY")] = None
-    insecure: Annotated[bool, typer.Option("--insecure", help="Do not check the TLS certificate.")] = False
-    warmup: Annotated[
-        int | None, _option("Unmeasured requests first. Default: one of each class.", min=0)
-    ] = None
-    timeout: Annotated[float, _time("For one request, to its last byte.")] = 600.0
-    drain: Annotated[float | None, _time("Wait for answers after the last request. Default: --timeout.")] = (
-        None
-    )
-    workers: Annotated[int, _option("Client processes.", min=1)] = 1
-    chunk_usage: Annotated[
-        bool, typer.Option("--chunk-usage", help="Ask for token counts in each chunk (vLLM, SGLang).")
-    ] = False
-
-    def asked(self) -> Connection:
-        """With the model and its context as the server says, where they were not given.
-
-        Raises Unreachable, UrlError.
-        """
-        from loadgen.wire.probe import Url, probe
-
-        if self.model is not None and self.max_model_len is not None:
-            return self
-        info = probe(Url.parse(self.url), api_key=self.api_key, verify=not self.insecure)
-        length = self.max_model_len or info.max_model_len or _DEFAULT_CONTEXT
-        return replace(self, model=self.model or info.model, max_model_len=length)
-
-    def source(self, load: Load) -> Callable[[int], Schedule]:
-        """What makes the schedule of a seed for this server, which must have been asked."""
-        assert self.max_model_len is not None
-        return load.source(self.max_model_len, self.vocab_size, self.warmup)
-
-    def run(
-        self,
-        schedule: Schedule,
-        progress: Callable[[Progress], None] | None = None,
-        stop: threading.Event | None = None,
-    ) -> Records:
-        """Send ``schedule``, and scrape the server's metrics meanwhile. Raises Unreachable, UrlError."""
-        from loadgen.targets.http import Http
-        from loadgen.targets.scraper import Scraper, scrape
-        from loadgen.wire.client import ClientOptions, run_schedule
-
-        http = Http(self.url, self.api_key, verify_tls=not self.insecure)
-        options = ClientOptions(
-            timeout=self.timeout,
-            drain=self.drain,
-            workers=self.workers,
-            verify_tls=not self.insecure,
-            chunk_usage=self.chunk_usage,
-        )
-        with Scraper(lambda: scrape(http)) as scraper:
-            records = run_schedule(
-                self.url,
-                schedule,
-                model=self.model,
-                api_key=self.api_key,
-                progress=progress,
-                stop=stop,
-                options=options,
-            )
-        return replace(records, scrapes=tuple(scraper.scrapes))
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:

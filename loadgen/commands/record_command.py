@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from loadgen.commands.options import seconds
+from loadgen.commands.connection_options import TlsOptions
+from loadgen.commands.options import seconds, with_options
 from servers.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def mount(bench: typer.Typer) -> None:
     """Add the command to ``bench``."""
-    bench.command("record")(record_command)
+    bench.command("record")(with_options(record_command))
 
 
 def record_command(
@@ -33,9 +34,8 @@ def record_command(
     duration: Annotated[
         float | None, typer.Option(parser=seconds, metavar="TIME", help="Stop by itself after this: 1h.")
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Do not check the server's TLS certificate.")
-    ] = False,
+    *,
+    reached: TlsOptions,
 ) -> None:
     """Pass traffic through to a server and write it as a trace: times, lengths, shared prefixes, settings.
 
@@ -54,10 +54,11 @@ def record_command(
     from loadgen.recording.recorder import Recorder
     from loadgen.wire.driver import event_loop
     from loadgen.wire.probe import Url, reach
+    from servers.connection import Connection
 
     if out.exists():
         raise UserError(f"{out} exists: give another name, or remove it")
-    endpoint = reach(Url.parse(url), verify=not insecure)
+    endpoint = reach(Url.parse(url), Connection(tls=reached.tls, timeout=reached.connect_timeout))
     try:
         recorder = Recorder(out)
     except FileExistsError:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from loadgen.commands.options import Connection, Load, with_options
+from loadgen.commands.options import Load, with_options
+from loadgen.commands.server_options import Server
 from loadgen.output.terminal import FAILED, INTERRUPTED, Format, check_writable, interruptible
 from servers.errors import UserError
 
@@ -46,7 +47,7 @@ def mount(bench: typer.Typer) -> None:
 
 @with_options
 def sweep(
-    server: Connection,
+    server: Server,
     load: Load,
     over: Annotated[OverKind, typer.Option(help="What is varied.")] = OverKind.RATE,
     slo: Annotated[

@@ -10,10 +10,12 @@ from typing import Any
 from loadgen.target import OpenTarget, Target
 from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.server import ServerTarget
+from servers.connection import NO_LOGIN, Connection, masked
 
 
 class EitherTarget(Target):
-    """Opens ``{"server": …}``: the URL of a server that runs, or a command that starts one.
+    """Opens ``{"server": …}``: the URL of a server that runs, or a command that starts one (as it is, or
+    masked).
 
     ``servers`` are those that will be asked for. Raises FlagError, UrlError for one that is neither.
     """
@@ -21,24 +23,24 @@ class EitherTarget(Target):
     name = "servers"
 
     def __init__(
-        self, servers: Iterable[str], *, api_key: str | None = None, log_dir: Path | None = None
+        self, servers: Iterable[str], *, connection: Connection = NO_LOGIN, log_dir: Path | None = None
     ) -> None:
         self.max_model_len: int | None = None
         """The shortest context among the servers opened so far, as they report it."""
         self._targets: dict[str, Target] = {}
         for server in servers:
             if server.startswith(("http://", "https://")):
-                self._targets[server] = EndpointTarget(server, api_key=api_key)
+                self._targets[masked(server)] = EndpointTarget(server, connection=connection)
             else:
-                self._targets[server] = ServerTarget(server, log_dir=log_dir, api_key=api_key)
+                self._targets[masked(server)] = ServerTarget(server, log_dir=log_dir, connection=connection)
         self.exclusive = sum(target.exclusive for target in self._targets.values()) > 1
 
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenTarget]:
-        with self._targets[config["server"]].open({}) as server:
+        with self._targets[masked(config["server"])].open({}) as server:
             known = [length for length in (self.max_model_len, server.max_model_len) if length]
             self.max_model_len = min(known, default=None)
             yield server
 
     def launch_command(self, config: Mapping[str, Any]) -> str:
-        return str(config["server"])
+        return masked(config["server"])

@@ -14,6 +14,7 @@ from loadgen.target import CLIENT_KILLED, OpenTarget, RunFailed, StartFailed, Ta
 from loadgen.targets.http import Http, NoAnswer
 from loadgen.targets.process import ServerProcess
 from loadgen.targets.scraper import Scraper, scrape
+from servers.connection import NO_LOGIN, Connection
 from servers.failures import classify
 from servers.flags.words import render
 from servers.kinds import KINDS
@@ -66,7 +67,7 @@ class OpenServer(OpenTarget):
                     self.url,
                     schedule,
                     model=self.model or None,
-                    api_key=self._http.api_key,
+                    connection=self._http.connection,
                     progress=progress,
                     stop=ended,
                     timeout=timeout,
@@ -99,7 +100,7 @@ class OpenServer(OpenTarget):
         return scrape(self._http)
 
     def log_tail(self, lines: int = 30) -> str:
-        return self._process.log_tail(lines) if self._process else ""
+        return self._http.connection.hide(self._process.log_tail(lines)) if self._process else ""
 
     def health_problem(self) -> str:
         """Why the server is not healthy; "" when it is. One without /health is asked for its models."""
@@ -113,7 +114,7 @@ class OpenServer(OpenTarget):
                 answer = self._http.get("/v1/models", _HEALTH_TIMEOUT)
         except NoAnswer as error:
             return str(error), False
-        if answer.status == 200:
+        if answer.status in (200, 401, 403):  # whether a key is wanted, the first request will say
             return "", True
         return f"{self.url}/health: HTTP {answer.status} {answer.body.strip()[:200]}".rstrip(), True
 
@@ -128,6 +129,9 @@ class OpenServer(OpenTarget):
             self.raise_if_ended(StartFailed, _EXIT_SECONDS if not error.timed_out else 0)
             reason = "hangs" if error.timed_out else "unhealthy"
             raise self._start_failed(reason, f"healthy, but the first request failed: {error}") from None
+        if answer.status in (401, 403):
+            problem = f"{self.url}: HTTP {answer.status}; {self._http.connection.refused}"
+            raise self._start_failed("unauthorized", problem)
         content = answer.json()
         if answer.status != 200 or not isinstance(content, dict) or not content.get("choices"):
             self.raise_if_ended(StartFailed)
@@ -180,11 +184,10 @@ class EndpointTarget(Target):
         *,
         flags: Mapping[str, Any] | None = None,
         model: str = "",
-        api_key: str | None = None,
-        verify_tls: bool = True,
+        connection: Connection = NO_LOGIN,
         probe_timeout: float = 120.0,
     ) -> None:
-        self._http = Http(url, api_key, verify_tls=verify_tls)
+        self._http = Http(url, connection)
         self.name = self._http.url
         self._flags = dict(flags or {})
         self._model, self._probe_timeout = model, probe_timeout

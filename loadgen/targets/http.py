@@ -8,7 +8,8 @@ import ssl
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.wire.probe import MAX_ANSWER, Url
+from loadgen.wire.probe import MAX_ANSWER, TLS_HINT, Url, dial
+from servers.connection import NO_LOGIN, Connection
 
 
 class NoAnswer(Exception):
@@ -35,41 +36,38 @@ class HttpAnswer:
 class Http:
     """One server; a new connection for each request, no proxies. Raises UrlError for a bad URL."""
 
-    def __init__(self, url: str, api_key: str | None = None, *, verify_tls: bool = True) -> None:
+    def __init__(self, url: str, connection: Connection = NO_LOGIN) -> None:
         self._url = Url.parse(url)
-        self.url, self.api_key = str(self._url), api_key
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._tls = ssl.create_default_context() if self._url.scheme == "https" else None
-        if self._tls and not verify_tls:
-            self._tls.check_hostname, self._tls.verify_mode = False, ssl.CERT_NONE
+        self.url, self.connection = str(self._url), connection
+        self._tls = connection.tls.context() if self._url.scheme == "https" else None
 
     def get(self, path: str, timeout: float) -> HttpAnswer:
-        """GET ``path``. ``timeout`` is in seconds, for each wait on the socket. Raises NoAnswer."""
-        return self._request("GET", path, None, timeout)
+        """GET ``path``. ``timeout``: seconds for each wait on the socket, unless the connection has its own.
+
+        Raises NoAnswer.
+        """
+        return self._request("GET", path, None, self.connection.within(timeout))
 
     def post(self, path: str, body: object, timeout: float) -> HttpAnswer:
         """POST ``body`` as JSON. Raises NoAnswer."""
         return self._request("POST", path, json.dumps(body), timeout)
 
     def _request(self, method: str, path: str, body: str | None, timeout: float) -> HttpAnswer:
-        headers = {**self._headers, "Connection": "close"}
+        headers = {**self.connection.sent(), "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
-        connection = self._connect(timeout)
+        opened = dial(self._url, self._tls, timeout)
         try:
-            connection.request(method, self._url.prefix + path, body, headers)
-            response = connection.getresponse()
-            return HttpAnswer(response.status, response.read(MAX_ANSWER).decode(errors="replace"))
+            opened.request(method, self._url.prefix + path, body, headers)
+            response = opened.getresponse()
+            text = response.read(MAX_ANSWER).decode(errors="replace")
+            return HttpAnswer(response.status, text if response.status == 200 else self.connection.hide(text))
         except TimeoutError:
             raise NoAnswer(f"{self.url}{path}: no answer in {timeout:g} s", timed_out=True) from None
+        except ssl.SSLError as error:
+            raise NoAnswer(f"{self.url}: TLS: {error.reason or error}; {TLS_HINT}") from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise NoAnswer(f"{self.url}{path}: {reason}") from None
         finally:
-            connection.close()
-
-    def _connect(self, timeout: float) -> http.client.HTTPConnection:
-        host, port = self._url.host, self._url.port
-        if self._tls:
-            return http.client.HTTPSConnection(host, port, timeout=timeout, context=self._tls)
-        return http.client.HTTPConnection(host, port, timeout=timeout)
+            opened.close()

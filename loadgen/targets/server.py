@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import shlex
 import shutil
@@ -12,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from loadgen.targets.endpoint import OpenServer
 from loadgen.targets.http import Http
 from loadgen.targets.process import ServerProcess
 from servers.command import ServerCommand
+from servers.connection import NO_LOGIN, Connection, masked
 from servers.flags.offered_flags import OfferedFlags, read_offered_flags
 from servers.flags.words import FlagError, split_words
 from servers.kind import ServerKind
@@ -38,8 +41,11 @@ class ServerTarget(Target):
     server gets a free port. No shell is involved; ``vtune`` is the one of this interpreter. Configs are in
     vLLM's names; a server is given its own. It listens on 127.0.0.1 unless the template says otherwise. Each
     start logs to a new file in ``log_dir`` (default: a temporary directory). Seconds: ``start_timeout`` until
-    healthy, ``probe_timeout`` until the first answer, ``grace`` between SIGTERM and SIGKILL. Raises FlagError
-    for a template that is empty or cannot be split.
+    healthy, ``probe_timeout`` until the first answer, ``grace`` between SIGTERM and SIGKILL.
+
+    The API key that is sent is the one in the server's own command, ``server_key``, which is added to that,
+    or its variable's; without any, what ``connection`` has. Raises FlagError for a template that is empty or
+    cannot be split.
     """
 
     def __init__(
@@ -53,7 +59,8 @@ class ServerTarget(Target):
         start_timeout: float = 600.0,
         probe_timeout: float = 120.0,
         grace: float = 10.0,
-        api_key: str | None = None,
+        connection: Connection = NO_LOGIN,
+        server_key: str | None = None,
         exclusive: bool | None = None,
     ) -> None:
         template_env, words = split_words(template)
@@ -75,7 +82,7 @@ class ServerTarget(Target):
         self.exclusive = shares if exclusive is None else exclusive
         self._log_dir = log_dir
         self._start_timeout, self._probe_timeout, self._grace = start_timeout, probe_timeout, grace
-        self._api_key = api_key
+        self._connection, self._server_key = connection, server_key
         self._starts = itertools.count(1)
 
     @classmethod
@@ -95,9 +102,9 @@ class ServerTarget(Target):
         return "--" + self._spelling.own(flag).replace("_", "-")
 
     def launch_command(self, config: Mapping[str, Any]) -> str:
-        """Raises FlagError for a flag of vLLM's that the server has nothing like."""
+        """Without keys. Raises FlagError for a flag of vLLM's that the server has nothing like."""
         env = [f"{name}={shlex.quote(value)}" for name, value in self._env.items()]
-        return " ".join([*env, shlex.join(self._fill(config, DEFAULT_PORT))])
+        return masked(" ".join([*env, shlex.join(self._fill(config, DEFAULT_PORT))]))
 
     def offered_flags(self) -> OfferedFlags | None:
         """What the installed program takes, in its own names; None where it cannot be asked."""
@@ -119,9 +126,9 @@ class ServerTarget(Target):
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             started = time.monotonic()
             port = free_port()
-            process = self._launch(config, port)
+            process, connection = self._launch(config, port)
             try:
-                server = OpenServer(Http(f"http://127.0.0.1:{port}", self._api_key), process)
+                server = OpenServer(Http(f"http://127.0.0.1:{port}", connection), process)
                 try:
                     self._await_health(server)
                     if process.finds_taken(port):
@@ -140,13 +147,15 @@ class ServerTarget(Target):
             finally:
                 process.stop()
 
-    def _launch(self, config: Mapping[str, Any], port: int) -> ServerProcess:
+    def _launch(self, config: Mapping[str, Any], port: int) -> tuple[ServerProcess, Connection]:
+        """The process, and how it is asked."""
         try:
             words = self._fill(config, port)
         except FlagError as error:
             raise StartFailed("bad_flag", str(error)) from None
         if self.kind is not None and self.kind.public and self._option("host") not in words:
             words += [self._option("host"), "127.0.0.1"]
+        words, env, key = self._keyed(words)
         command = [*self._executable, *words[1:]] if self._executable else words
         program = self._which(command[0])
         if program is None:
@@ -156,9 +165,26 @@ class ServerTarget(Target):
             )
         try:
             log_path = self._next_log()
-            return ServerProcess([program, *command[1:]], log_path=log_path, env=self._env, grace=self._grace)
+            process = ServerProcess([program, *command[1:]], log_path=log_path, env=env, grace=self._grace)
         except OSError as error:
             raise StartFailed("log", f"{error.filename}: {error.strerror}") from None
+        own = self._connection if key is None else replace(self._connection, api_key=key, user=None)
+        return process, own
+
+    def _keyed(self, words: list[str]) -> tuple[list[str], dict[str, str], str | None]:
+        """(the words, the environment, the key that the server will ask for).
+
+        A key goes through the environment where the server reads one there: command lines are seen by all.
+        """
+        option, variable = self._option("api_key"), self.kind.key_variable if self.kind else ""
+        if self._server_key is not None:
+            words = [*words, option, self._server_key]
+        others, keys = _taken_out(words, option)
+        if not keys:
+            return words, self._env, self._env.get(variable) or os.environ.get(variable)
+        if variable and len(keys) == 1:
+            return others, {**self._env, variable: keys[0]}, keys[0]
+        return words, self._env, keys[0]
 
     def _which(self, program: str) -> str | None:
         return shutil.which(program, path=self._env.get("PATH"))
@@ -199,6 +225,24 @@ def _own_command() -> list[str]:
     """The ``vtune`` of this interpreter, whatever is first on the path."""
     script = Path(sys.executable).with_name("vtune")
     return [str(script)] if script.exists() else [sys.executable, "-c", "import vtune_cli; vtune_cli.main()"]
+
+
+def _taken_out(words: Sequence[str], option: str) -> tuple[list[str], list[str]]:
+    """(the other words, the values of ``option``), written as ``--x A``, ``--x A B`` or ``--x=A``."""
+    others: list[str] = []
+    values: list[str] = []
+    inside = False
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name.replace("_", "-") == option:
+            inside = not equals
+            values += [value] if equals else []
+        elif inside and not word.startswith("-"):
+            values.append(word)
+        else:
+            inside = False
+            others.append(word)
+    return others, values
 
 
 def free_port() -> int:

@@ -25,6 +25,7 @@ from loadgen.wire.http1 import build_request
 from loadgen.wire.messages import WireLog, WirePlan, WireRequest
 from loadgen.wire.probe import Endpoint, Unreachable, Url, probe, reach
 from loadgen.wire.worker import Worker
+from servers.connection import NO_LOGIN, Connection
 
 __all__ = ["ClientOptions", "Progress", "Unreachable", "run_schedule"]
 
@@ -47,7 +48,6 @@ class ClientOptions:
     drain: float | None = None
     """None: as long as a request may take."""
     workers: int = 1
-    verify_tls: bool = True
     chunk_usage: bool = False
     """Ask for running usage in every chunk (vLLM, SGLang): exact tokens per chunk, slightly larger chunks."""
 
@@ -61,7 +61,7 @@ def run_schedule(
     schedule: Schedule,
     *,
     model: str | None = None,
-    api_key: str | None = None,
+    connection: Connection = NO_LOGIN,
     progress: Callable[[Progress], None] | None = None,
     stop: threading.Event | None = None,
     timeout: float = 600.0,
@@ -73,16 +73,16 @@ def run_schedule(
     ``progress`` is called about four times a second in this thread. ``stop`` ends the run early and
     keeps what was measured. ``options`` wins over ``timeout`` and ``drain``.
 
-    Raises Unreachable if the server does not accept a connection, ValueError for a bad URL. A request
+    Raises Unreachable if the server does not accept a connection, UrlError for a bad URL. A request
     that fails is a record with its reason, never an exception.
     """
     options = options or ClientOptions(timeout=timeout, drain=drain)
     stop = stop or threading.Event()
     target = Url.parse(url)
-    endpoint = reach(target, verify=options.verify_tls, timeout=options.connect_timeout)
+    endpoint = reach(target, connection, options.connect_timeout)
     if model is None:
-        model = probe(target, api_key=api_key, verify=options.verify_tls).model
-    encode = _Encoder(target, model, api_key, options)
+        model = probe(target, connection).model
+    encode = _Encoder(target, model, connection, options)
     warmup_failures = _warm_up(endpoint, schedule.warmup, encode, options, stop)
     plans = _split(schedule, endpoint, encode, options)
     start_unix_ms = time.time_ns() // 1_000_000 + LEAD_NS // 1_000_000
@@ -90,17 +90,17 @@ def run_schedule(
     planned = {request.index: request for request in schedule.requests}
     start_ns = logs[0].start_ns
     requests = parse_all(chain.from_iterable(log.exchanges for log in logs), planned, start_ns)
+    requests = tuple(replace(r, detail=connection.hide(r.detail)) if r.detail else r for r in requests)
     return _records(schedule, requests, logs, start_unix_ms, warmup_failures, str(target), model)
 
 
 class _Encoder:
     """Turns a planned request into the bytes of an HTTP message."""
 
-    def __init__(self, url: Url, model: str, api_key: str | None, options: ClientOptions) -> None:
+    def __init__(self, url: Url, model: str, connection: Connection, options: ClientOptions) -> None:
         self._prefix, self._host, self._model = url.prefix, url.netloc, model
-        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        own = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        self._headers = {**own, **connection.sent()}
         self._stream_options: dict[str, bool] = {"include_usage": True}
         if options.chunk_usage:
             self._stream_options["continuous_usage_stats"] = True

@@ -6,6 +6,8 @@ import ssl
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from servers.connection import Tls
+
 
 class End(StrEnum):
     """How an exchange ended, as seen on the wire."""
@@ -39,21 +41,16 @@ class WireRequest:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An address that answered, and the name for TLS. ``verify``: check the certificate."""
+    """An address that answered; the name that its certificate is for, None without TLS."""
 
     address: str
     port: int
     server_name: str | None = None
-    verify: bool = True
+    tls: Tls = field(default_factory=Tls)
 
     def tls_context(self) -> ssl.SSLContext | None:
-        if self.server_name is None:
-            return None
-        context = ssl.create_default_context()
-        if not self.verify:
-            context.check_hostname = False
-            context.verify_mode = ssl.CERT_NONE
-        return context
+        """Raises OptionError for certificates that cannot be used."""
+        return None if self.server_name is None else self.tls.context()
 
 
 @dataclass(frozen=True, slots=True)

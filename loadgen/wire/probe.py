@@ -6,16 +6,19 @@ import http.client
 import json
 import socket
 import ssl
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 from urllib.parse import urlsplit
 
 from loadgen.wire.messages import Endpoint
+from servers.connection import NO_LOGIN, Connection
 from servers.errors import UserError
 
 MAX_ANSWER = 1 << 24
 """Bytes that are read of an answer."""
+ANSWER_SECONDS = 10.0
+TLS_HINT = (
+    "is it https? Give --ca-file FILE to trust its certificate, --client-cert FILE if it asks for yours"
+)
 
 
 class Unreachable(UserError):
@@ -74,8 +77,9 @@ class ServerInfo:
     version: str | None
 
 
-def reach(url: Url, *, verify: bool = True, timeout: float = 10.0) -> Endpoint:
+def reach(url: Url, connection: Connection = NO_LOGIN, timeout: float = ANSWER_SECONDS) -> Endpoint:
     """The first address of the host that accepts a connection. Raises Unreachable."""
+    timeout = connection.within(timeout)
     try:
         addresses = socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -88,17 +92,15 @@ def reach(url: Url, *, verify: bool = True, timeout: float = 10.0) -> Endpoint:
             problem = error.strerror or str(error)
         else:
             name = url.host if url.scheme == "https" else None
-            return Endpoint(str(address[0]), url.port, name, verify)
+            return Endpoint(str(address[0]), url.port, name, connection.tls)
     raise Unreachable(f"{url}: {problem}; is the server running, and is the port right?")
 
 
-def probe(url: Url, *, api_key: str | None = None, verify: bool = True, timeout: float = 10.0) -> ServerInfo:
+def probe(url: Url, connection: Connection = NO_LOGIN) -> ServerInfo:
     """Ask /v1/models (and /version). Raises Unreachable, also for an answer that cannot be used."""
-    status, body = _get(url, "/v1/models", api_key, verify, timeout)
+    status, body = _get(url, "/v1/models", connection)
     if status in (401, 403):
-        raise Unreachable(
-            f"{url}: HTTP {status} for /v1/models; give the key with --api-key or VTUNE_API_KEY"
-        )
+        raise Unreachable(f"{url}: HTTP {status} for /v1/models; {connection.refused}")
     if status != 200:
         raise Unreachable(f"{url}: HTTP {status} for /v1/models; is this an OpenAI-compatible server?")
     try:
@@ -107,41 +109,39 @@ def probe(url: Url, *, api_key: str | None = None, verify: bool = True, timeout:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise Unreachable(f"{url}: /v1/models lists no model; is this an OpenAI-compatible server?") from None
     return ServerInfo(
-        model, length if type(length) is int and length > 0 else None, _version(url, api_key, verify, timeout)
+        model, length if type(length) is int and length > 0 else None, _version(url, connection)
     )
 
 
-def _version(url: Url, api_key: str | None, verify: bool, timeout: float) -> str | None:
+def _version(url: Url, connection: Connection) -> str | None:
     try:
-        status, body = _get(url, "/version", api_key, verify, timeout)
+        status, body = _get(url, "/version", connection)
         answer = json.loads(body) if status == 200 else None
     except (Unreachable, ValueError, RecursionError):
         return None
     return str(answer["version"]) if isinstance(answer, dict) and "version" in answer else None
 
 
-def _get(url: Url, path: str, api_key: str | None, verify: bool, timeout: float) -> tuple[int, bytes]:
-    headers: Mapping[str, str] = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    connection = _connection(url, verify, timeout)
+def _get(url: Url, path: str, connection: Connection) -> tuple[int, bytes]:
+    timeout = connection.within(ANSWER_SECONDS)
+    opened = dial(url, connection.tls.context() if url.scheme == "https" else None, timeout)
     try:
-        connection.request("GET", url.prefix + path, headers=dict(headers))
-        response = connection.getresponse()
+        opened.request("GET", url.prefix + path, headers=connection.sent())
+        response = opened.getresponse()
         return response.status, response.read(MAX_ANSWER)
     except ssl.SSLError as error:
-        raise Unreachable(f"{url}: TLS: {error.reason or error}; http instead of https?") from None
+        raise Unreachable(f"{url}: TLS: {error.reason or error}; {TLS_HINT}") from None
     except TimeoutError:
         raise Unreachable(f"{url}: no answer to GET {path} within {timeout:g} s") from None
     except (OSError, http.client.HTTPException) as error:
         problem = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise Unreachable(f"{url}: {problem}; is the server running, and is the port right?") from None
     finally:
-        connection.close()
+        opened.close()
 
 
-def _connection(url: Url, verify: bool, timeout: float) -> http.client.HTTPConnection:
-    if url.scheme == "http":
+def dial(url: Url, tls: ssl.SSLContext | None, timeout: float) -> http.client.HTTPConnection:
+    """A connection that is opened by its first request. ``timeout``: seconds, for each wait."""
+    if tls is None:
         return http.client.HTTPConnection(url.host, url.port, timeout=timeout)
-    context: Any = ssl.create_default_context()
-    if not verify:
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    return http.client.HTTPSConnection(url.host, url.port, timeout=timeout, context=context)
+    return http.client.HTTPSConnection(url.host, url.port, timeout=timeout, context=tls)

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
+from servers.connection import masked
 from servers.errors import UserError
 
 Kind = Literal["switch", "int", "size", "float", "json", "text", "many"]
@@ -117,7 +118,7 @@ def split_words(text: str) -> tuple[dict[str, str], list[str]]:
     try:
         words = shlex.split(joined)
     except ValueError as error:
-        raise FlagError(f"the command's quotes do not match ({error}): {joined[:200]}") from None
+        raise FlagError(f"the command's quotes do not match ({error}): {masked(joined)[:200]}") from None
     for position, word in enumerate(words):
         if _SHELL_STOP.fullmatch(word):
             words = words[:position]

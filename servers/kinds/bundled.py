@@ -20,6 +20,7 @@ BUNDLED = ServerKind(
     label="the bundled engine",
     program="vtune",
     serve=("serve",),
+    key_variable="VLLM_API_KEY",
     exclusive=False,
     help_cached=False,
     flags=frozenset(

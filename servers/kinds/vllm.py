@@ -59,6 +59,7 @@ VLLM = ServerKind(
     label="vLLM",
     program="vllm",
     serve=("serve",),
+    key_variable="VLLM_API_KEY",
     module="vllm.entrypoints.",
     public=True,
     help=(("--help=all",), ("--help",)),  # before 0.9 there was no page of all flags

@@ -19,8 +19,8 @@ from synthetic_server import Server
 from typer.testing import CliRunner
 
 from doctor.diagnosis.diagnose import diagnose
-from doctor.metrics.access import Access, AccessError, read_access
 from doctor.metrics.sources import MetricsUrl, PrometheusSource
+from servers.connection import Connection, Tls
 from servers.errors import SourceError
 from servers.kinds import LABELS
 from servers.metrics.exposition import record
@@ -56,22 +56,28 @@ def test_a_prometheus_behind_tls_and_a_password(certificate: tuple[Path, Path], 
     web.write_text(json.dumps({"tls_server_config": tls, "basic_auth_users": {"doctor": HASH}}))
     with prometheus(tmp_path, web=web) as plain:
         url = plain.replace("http:", "https:")
-        for access in (
-            Access(user="doctor", password="test", ca_file=cert),
-            Access(user="doctor", password="test", verify=False),
+        for connection in (
+            Connection(user="doctor", password="test", tls=Tls(cert)),
+            Connection(user="doctor", password="test", tls=Tls(verify=False)),
         ):
-            found = diagnose(PrometheusSource(url, at=AT, access=access), {"max_num_seqs": 2}, window=60)
+            found = diagnose(
+                PrometheusSource(url, at=AT, connection=connection), {"max_num_seqs": 2}, window=60
+            )
             assert found.findings[0].id == "seq-cap"
         inside = url.replace("https://", "https://doctor:test@")
         found = diagnose(
-            PrometheusSource(inside, at=AT, access=Access(ca_file=cert)), {"max_num_seqs": 2}, window=60
+            PrometheusSource(inside, at=AT, connection=Connection(tls=Tls(cert))),
+            {"max_num_seqs": 2},
+            window=60,
         )
         assert "test@" not in json.dumps(found.to_json())
         with pytest.raises(SourceError, match=r"TLS certificate is not trusted here.*--ca-file"):
             diagnose(PrometheusSource(url, at=AT), {}, window=60)
-        wrong = Access(user="doctor", password=SECRET, ca_file=cert)
-        with pytest.raises(SourceError, match=r"wants to know who asks\. Give --token-file") as refused:
-            diagnose(PrometheusSource(url, at=AT, access=wrong), {}, window=60)
+        wrong = Connection(user="doctor", password=SECRET, tls=Tls(cert))
+        with pytest.raises(
+            SourceError, match=r"it refuses who asks; give its key with --api-key-file"
+        ) as refused:
+            diagnose(PrometheusSource(url, at=AT, connection=wrong), {}, window=60)
         assert SECRET not in str(refused.value)
 
 
@@ -132,11 +138,13 @@ def guarded(certificate: tuple[Path, Path] | None = None) -> Iterator[tuple[str,
 @needs_openssl
 def test_a_metrics_page_behind_tls_and_a_token(certificate: tuple[Path, Path]) -> None:
     with guarded(certificate) as (url, _):
-        source = MetricsUrl(url, interval=0.05, access=Access(token=SECRET, ca_file=certificate[0]))
+        source = MetricsUrl(
+            url, interval=0.05, connection=Connection(api_key=SECRET, tls=Tls(certificate[0]))
+        )
         found = diagnose(source, {"max_num_seqs": 2}, window=0.3)
         assert found.findings[0].id == "seq-cap"
-        with pytest.raises(SourceError, match="wants to know who asks"):
-            diagnose(MetricsUrl(url, access=Access(ca_file=certificate[0])), {}, window=0.1)
+        with pytest.raises(SourceError, match="HTTP 401; it wants to know who asks; give its key"):
+            diagnose(MetricsUrl(url, connection=Connection(tls=Tls(certificate[0]))), {}, window=0.1)
 
 
 @pytest.mark.parametrize("takes_post", [True, False])
@@ -144,45 +152,10 @@ def test_a_prometheus_is_asked_by_a_form_with_the_token(takes_post: bool) -> Non
     with guarded() as (url, handler):
         handler.takes_post = takes_post
         with pytest.raises(SourceError, match=f"no {LABELS} metric"):
-            diagnose(PrometheusSource(url, 'job="x"', access=Access(token=SECRET)), {}, window=60)
+            diagnose(PrometheusSource(url, 'job="x"', connection=Connection(api_key=SECRET)), {}, window=60)
         assert handler.methods == ["POST" if takes_post else "GET"]
         if takes_post:
             assert 'job="x"' in handler.queries[0]
-
-
-def test_secrets_come_from_files_or_the_environment(tmp_path: Path) -> None:
-    token, password = tmp_path / "token", tmp_path / "password"
-    token.write_text(f"{SECRET}\n")
-    password.write_text(f"{SECRET}\n")
-    assert read_access({}, token_file=token).token == SECRET
-    assert read_access({"VTUNE_TOKEN": SECRET}).token == SECRET
-    assert read_access({"VTUNE_TOKEN": "other"}, token_file=token).token == SECRET
-    assert read_access({}, user="u", password_file=password).password == SECRET
-    own = read_access({"VTUNE_PASSWORD": SECRET, "VTUNE_TOKEN": "other"}, user="u")
-    assert (own.user, own.password, own.token) == ("u", SECRET, None)
-    assert read_access({}) == Access()
-    assert SECRET not in repr(own)
-    assert SECRET not in repr(read_access({}, token_file=token))
-
-
-def test_credentials_of_no_use_are_refused_in_words(tmp_path: Path) -> None:
-    token, empty, two = tmp_path / "token", tmp_path / "empty", tmp_path / "two"
-    token.write_text(SECRET)
-    empty.write_text("\n")
-    two.write_text(f"{SECRET}\n{SECRET}\n")
-    for complaint, given in (
-        ("two ways to log in", {"token_file": token, "user": "u", "password_file": token}),
-        ("--password-file is whose", {"password_file": token}),
-        (r"--user u: no password; give --password-file, or set VTUNE_PASSWORD", {"user": "u"}),
-        (r"--token-file .*gone: cannot be read", {"token_file": tmp_path / "gone"}),
-        (r"--token-file .*empty: must hold one line", {"token_file": empty}),
-        (r"--token-file .*two: must hold one line", {"token_file": two}),
-        (r"--ca-file .*gone: no such file", {"ca_file": tmp_path / "gone"}),
-        (r"--ca-file names the certificates to trust, --insecure", {"ca_file": token, "insecure": True}),
-    ):
-        with pytest.raises(AccessError, match=complaint) as refused:
-            read_access({}, **given)
-        assert SECRET not in str(refused.value)
 
 
 @pytest.mark.parametrize("command", [["doctor"], ["doctor", "export", "alerts"]])
@@ -190,5 +163,5 @@ def test_the_commands_take_them(command: list[str], tmp_path: Path) -> None:
     missing = str(tmp_path / "gone")
     result = CliRunner().invoke(app, [*command, "--prometheus", "127.0.0.1:9", "--token-file", missing])
     assert result.exit_code == 2
-    assert "--token-file" in result.stderr
+    assert "--api-key-file" in result.stderr
     assert "cannot be read" in result.stderr

@@ -17,13 +17,13 @@ from synthetic_server import Server
 
 from doctor.diagnosis.diagnose import diagnose
 from doctor.metrics import session, sources
-from doctor.metrics.access import Access, AccessError, read_access
 from doctor.metrics.benchmark import BenchmarkResult
 from doctor.metrics.log_source import LogSource
 from doctor.metrics.sources import MetricsUrl, PrometheusSource, SeriesFile
 from doctor.proof.canary import CanaryError, read_cure
 from servers import input_file
-from servers.errors import SourceError
+from servers.connection import Connection, read_connection
+from servers.errors import OptionError, SourceError
 from servers.input_file import read_input
 
 SECRET = "t0ken-nobody-may-see"
@@ -58,8 +58,8 @@ def test_a_device_is_no_file(name: str) -> None:
     for source in (SeriesFile, LogSource, BenchmarkResult):
         with pytest.raises(SourceError, match="neither a file nor a pipe"):
             diagnose(source(Path(name)))
-    with pytest.raises(AccessError, match="neither a file nor a pipe"):
-        read_access({}, token_file=Path(name))
+    with pytest.raises(OptionError, match="neither a file nor a pipe"):
+        read_connection({}, api_key_file=Path(name))
 
 
 def test_a_pipe_into_which_somebody_writes_is_read(tmp_path: Path) -> None:
@@ -216,7 +216,7 @@ def test_a_redirect_to_another_host_does_not_get_the_token() -> None:
     with strange() as (theirs, other):
         away = theirs.replace("127.0.0.1", "localhost")
         with strange(away) as (url, own):
-            source = MetricsUrl(f"{url}/redirect", interval=0.05, access=Access(token=SECRET))
+            source = MetricsUrl(f"{url}/redirect", interval=0.05, connection=Connection(api_key=SECRET))
             assert diagnose(source, {}, window=0.2).findings == ()
     assert {authorization for _, authorization in own.seen} == {f"Bearer {SECRET}"}
     assert {authorization for _, authorization in other.seen} == {None}
@@ -227,10 +227,10 @@ def test_a_redirect_to_nowhere_is_said_to_be_one() -> None:
         diagnose(MetricsUrl(f"{url}/nowhere"))
 
 
-@pytest.mark.parametrize("access", [Access(token=SECRET), Access(user="u", password=SECRET)])
-def test_a_server_that_repeats_the_secret_is_not_quoted_with_it(access: Access) -> None:
+@pytest.mark.parametrize("connection", [Connection(api_key=SECRET), Connection(user="u", password=SECRET)])
+def test_a_server_that_repeats_the_secret_is_not_quoted_with_it(connection: Connection) -> None:
     with strange() as (url, _), pytest.raises(SourceError, match="refused a query") as refused:
-        diagnose(PrometheusSource(f"{url}/echo", access=access), {})
+        diagnose(PrometheusSource(f"{url}/echo", connection=connection), {})
     assert SECRET not in str(refused.value)
     assert b64encode(f"u:{SECRET}".encode()).decode() not in str(refused.value)
     assert len(str(refused.value)) < 2000

@@ -22,6 +22,7 @@ from loadgen.plan.workload import Schedule, preset
 from loadgen.wire.client import ClientOptions, Progress, Unreachable, run_schedule
 from loadgen.wire.driver import busiest
 from loadgen.wire.probe import Url, UrlError, probe
+from servers.connection import Connection, Tls
 
 INLINE = ClientOptions(workers=0, timeout=30)
 
@@ -204,7 +205,13 @@ def test_what_is_sent(server: tuple[MockServer, str]) -> None:
     plan = load.schedule(seed=2, arrival=Poisson(200.0), num_requests=20, use_priority=True)
     mock.seen.bodies.clear()
     mock.seen.headers.clear()
-    run_schedule(url, plan, model="m", api_key="secret", options=replace(INLINE, chunk_usage=True))
+    run_schedule(
+        url,
+        plan,
+        model="m",
+        connection=Connection(api_key="secret"),
+        options=replace(INLINE, chunk_usage=True),
+    )
     sent = {
         headers["x-request-id"]: body
         for headers, body in zip(mock.seen.headers, mock.seen.bodies, strict=True)
@@ -386,7 +393,7 @@ def test_https(certificate: ssl.SSLContext) -> None:
     plan = schedule(Poisson(200.0), 10)
     with running(MockServer(), certificate) as port:
         url = f"https://localhost:{port}"
-        run = run_schedule(url, plan, options=replace(INLINE, verify_tls=False))
+        run = run_schedule(url, plan, connection=Connection(tls=Tls(verify=False)), options=INLINE)
         assert all(r.ok and r.tokens == 4 for r in run.requests)
         distrusted = run_schedule(url, plan, model="m", options=INLINE)
         assert {r.failure for r in distrusted.requests} == {Failure.TLS}

@@ -72,12 +72,13 @@ def test_what_it_lacks_is_refused() -> None:
 
 def test_a_baseline_is_read_planned_and_rendered(tmp_path: Path) -> None:
     text = f"CUDA_VISIBLE_DEVICES=1 {COMMAND} --quant-policy 8 --api-keys a b --tp 2 --server-port 23333"
-    job = requested_job(Options(target="lmdeploy", flags=text, fix=["gpu_memory_utilization"])).job
-    assert (job.model, job.server) == ("M", "lmdeploy")
+    asked = requested_job(Options(target="lmdeploy", flags=text, fix=["gpu_memory_utilization"]))
+    job = asked.job
+    assert (job.model, job.server, job.login) == ("M", "lmdeploy", "started")
+    assert asked.connection.api_key == "a"
     assert job.flags == {
         "max_num_seqs": 64,
         "kv_cache_dtype": "int8",
-        "api_key": "a",
         "tensor_parallel_size": 2,
     }
     target = make_target(job, tmp_path, 60.0)

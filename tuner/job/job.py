@@ -46,6 +46,9 @@ class Job:
     """How ``--flags`` starts a server of the target's kind, without its flags; "": as it is installed."""
     env: Mapping[str, str] = field(default_factory=dict)
     """The environment before the command in ``--flags``."""
+    login: str = ""
+    """How to log in, which is not stored: "" (no need), "sent" (by the client: a key, a user, headers) or
+    "started" (the server is started with the key that is sent, too)."""
     space: Mapping[str, Any] | None = None
     """A space file's content (see ``tuner.space.file``)."""
     fix: tuple[str, ...] = ()

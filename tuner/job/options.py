@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from loadgen.commands.connection_options import ConnectionOptions
 from loadgen.commands.options import Dequantize, Oversized, Recorded
 from servers.errors import OptionError
 from servers.kinds import KINDS
@@ -39,9 +40,9 @@ class Replay(Recorded):
     def to_json(self) -> dict[str, Any] | None:
         """For the job; None where nothing is replayed. Raises OptionError."""
         if self.replay is None:
-            for field in fields(self):
-                if getattr(self, field.name) != field.default:
-                    raise OptionError(f"--{field.name.replace('_', '-')} needs --replay TRACE")
+            for option in fields(self):
+                if getattr(self, option.name) != option.default:
+                    raise OptionError(f"--{option.name.replace('_', '-')} needs --replay TRACE")
             return None
         plain = {
             "replay": str(self.replay.resolve()),
@@ -200,14 +201,17 @@ class Options:
             "your config's own trial]"
         ),
     ] = None
+    reached: ConnectionOptions = field(default_factory=ConnectionOptions)
     place: Place = Place()
 
     @property
     def resumes_only(self) -> bool:
         """Whether a study is named, and nothing is said of what it should be."""
-        return self.place.study is not None and replace(self, place=Place()) == Options()
+        return self.place.study is not None and (
+            replace(self, place=Place(), reached=ConnectionOptions()) == Options()
+        )
 
 
-def option_of(field: str) -> str:
+def option_of(name: str) -> str:
     """The option that states a field of a job: ``--run-time``."""
-    return f"--{_NAMES.get(field, field).replace('_', '-')}"
+    return f"--{_NAMES.get(name, name).replace('_', '-')}"

@@ -14,7 +14,8 @@ from tuner.job.job import Job
 from tuner.job.options import option_of
 
 _SECONDS = ("budget", "run_seconds")
-_IN_FLAGS = ("command", "env")
+_ELSEWHERE = ("command", "env", "login")
+"""Fields that are told by other options."""
 _ALWAYS = ("slo", "target", "model")
 """Given even where they are the defaults: they say what the study was about."""
 
@@ -26,7 +27,7 @@ def command_of(job: Job, rate: float | None = None, concurrency: int | None = No
     """
     words = ["vtune", "optimize"]
     asked = {field.name: getattr(job, field.name) for field in fields(Job)}
-    asked = {name: value for name, value in asked.items() if name not in _IN_FLAGS} | {"flags": _flags(job)}
+    asked = {name: value for name, value in asked.items() if name not in _ELSEWHERE} | {"flags": _flags(job)}
     if not job.replay and job.rate is None and job.concurrency is None:
         asked |= {"rate": None if rate is None else float(f"{rate:.4g}"), "concurrency": concurrency}
     if job.baseline:  # which says the flags
@@ -35,7 +36,7 @@ def command_of(job: Job, rate: float | None = None, concurrency: int | None = No
     for name, value in asked.items():
         if name in _ALWAYS or value != usual[name]:
             words += _option(name, value)
-    return shlex.join(words)
+    return shlex.join([*words, *(["--api-key-file", "FILE"] if job.login else [])])
 
 
 def _flags(job: Job) -> str:

@@ -15,6 +15,7 @@ from loadgen.plan.workload import PRESETS as WORKLOADS
 from loadgen.plan.workload_file import is_file, read_workload
 from loadgen.targets.simulated import gpu_defaults
 from servers.command import ServerCommand, parse_command
+from servers.connection import Connection
 from servers.kinds import KINDS
 from servers.slo.objective import parse_slo
 from tuner.job.job import (
@@ -50,11 +51,16 @@ class RequestedJob:
     job: Job
     stated: frozenset[str]
     """The job's fields that they name; the others are defaults, or an earlier study's."""
+    connection: Connection
+    """With the key that the server is started with, where its flags say one."""
 
 
 def requested_job(options: Options) -> RequestedJob:
     """The job, checked. Raises UsageError, and the errors of what the options name."""
-    command = parse_command(options.flags) if options.flags else ServerCommand("")
+    command, key = (parse_command(options.flags) if options.flags else ServerCommand("")).without_key()
+    connection = options.reached.connection
+    if key is not None:
+        connection = replace(connection, api_key=key, user=None, password=None)
     stated = _stated(options)
     if options.flags is not None:
         stated["flags"] = {name: value for name, value in command.flags.items() if name not in TUNERS_FLAGS}
@@ -67,8 +73,10 @@ def requested_job(options: Options) -> RequestedJob:
     asked = {**usual, **stated}
     _check_load(asked)
     job = _completed(asked)
+    if connection.logs_in and not job.simulated:
+        job = replace(job, login="sent" if key is None or job.running else "started")
     _check(job)
-    return RequestedJob(job, frozenset(stated))
+    return RequestedJob(job, frozenset(stated), connection)
 
 
 def _stated(options: Options) -> dict[str, Any]:
@@ -76,7 +84,7 @@ def _stated(options: Options) -> dict[str, Any]:
     found = {}
     for name in (option.name for option in fields(Options)):
         value = getattr(options, name)
-        if name not in ("flags", "baseline", "place") and value not in (None, Replay()):
+        if name not in ("flags", "baseline", "place", "reached") and value not in (None, Replay()):
             field = "run_seconds" if name == "run_time" else name
             found[field] = _READERS[field](value) if field in _READERS else value
     return found

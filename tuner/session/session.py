@@ -11,11 +11,14 @@ from pathlib import Path
 
 import optuna
 
+from loadgen.target import Target
+from servers.connection import KEY
 from servers.slo.objective import parse_slo
 from tuner.job.job import Job, UsageError
 from tuner.job.options import Options, Place, option_of
 from tuner.session.new_job import RUNS, RequestedJob, requested_job
 from tuner.study.budget import parse_seconds
+from tuner.study.target import make_target
 from tuner.workers.storage import (
     Heartbeat,
     WorkerStorage,
@@ -85,6 +88,10 @@ class StudySession:
             storage.remove_session()
             storage.engine.dispose()
 
+    def target(self, job: Job, out: Path) -> Target:
+        """What the study's server is opened by. Raises TargetError."""
+        return make_target(job, out, self.start_timeout, self.asked.connection)
+
     def begin(self, storage: optuna.storages.BaseStorage) -> Begun:
         """The study with its job. Of two workers that create it, one does.
 
@@ -138,6 +145,11 @@ def _resumed_job(record: optuna.Study, asked: RequestedJob) -> Job:
             f"--study {record.study_name}: exists, but was not made by vtune. Choose another name."
         )
     job = Job.from_json(saved)
+    if job.login and not asked.connection.logs_in:
+        raise UsageError(
+            f"--study {record.study_name} was begun with a key or another login, which no study keeps. "
+            f"Give it again: --api-key-file FILE, --api-key or {KEY}; or --user, or --header."
+        )
     ours, theirs = asked.job.to_json(), job.to_json()
     differing = [name for name in sorted(asked.stated - _CHANGEABLE) if ours[name] != theirs[name]]
     if differing:

@@ -15,6 +15,7 @@ from loadgen.targets.server import ServerTarget
 from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError
 from loadgen.wire.probe import UrlError
 from servers.command import ServerCommand
+from servers.connection import NO_LOGIN, Connection, masked
 from servers.errors import UserError
 from servers.kinds import BUNDLED, KINDS
 from tuner.job.job import Job
@@ -43,7 +44,7 @@ def started_as(command: ServerCommand, target: str) -> dict[str, Any]:
     return found
 
 
-def make_target(job: Job, out: Path, start_timeout: float) -> Target:
+def make_target(job: Job, out: Path, start_timeout: float, connection: Connection = NO_LOGIN) -> Target:
     """Raises TargetError for a simulation of something unknown and for a URL that is none."""
     if job.simulated:
         try:
@@ -55,10 +56,16 @@ def make_target(job: Job, out: Path, start_timeout: float) -> Target:
     if job.running:
         model = "" if job.model == "bundled" else job.model
         try:
-            return EndpointTarget(job.target, flags=job.flags, model=model)
+            return EndpointTarget(job.target, flags=job.flags, model=model, connection=connection)
         except UrlError as error:
             raise TargetError(f"--target {job.target}: {error}") from None
-    settings: dict[str, Any] = {"log_dir": out / "logs", "start_timeout": start_timeout, "env": job.env}
+    settings: dict[str, Any] = {
+        "log_dir": out / "logs",
+        "start_timeout": start_timeout,
+        "env": job.env,
+        "connection": connection,
+        "server_key": connection.api_key if job.login == "started" else None,
+    }
     kind = KINDS.get(job.target)
     if kind is None:
         return ServerTarget(job.target, **settings)
@@ -67,8 +74,13 @@ def make_target(job: Job, out: Path, start_timeout: float) -> Target:
 
 
 def check_target(job: Job) -> None:
-    """Raises TargetError for a target that is unknown, or that sets itself what is to be varied."""
+    """Raises TargetError for a target that is unknown, or that sets itself what is to be varied, or a key."""
     target = job.target
+    if masked(target) != target:
+        raise TargetError(
+            f"--target {masked(target)!r}: a study stores its target, and no key. Give the server's key as "
+            "--api-key in --flags, which is not stored; what is in the environment is handed down."
+        )
     if target in KINDS or job.simulated or job.running:
         return
     if "{flags}" not in target:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from loadgen.targets.process import ServerProcess
+from servers.connection import Connection
 from servers.errors import UserError
 from tuner.workers.machine import VISIBLE
 
@@ -142,6 +143,7 @@ def local_workers(
     out: Path,
     shared: Sequence[str | None],
     start_timeout: float,
+    connection: Connection,
     show: Callable[[str], None],
 ) -> LocalWorkers:
     """Workers that join ``study``, one for each of ``shares``; each writes below ``out``."""
@@ -150,8 +152,10 @@ def local_workers(
         name = f"worker-{number}"
         command = [
             sys.executable, "-c", "import vtune_cli; vtune_cli.main()", "optimize", "--study", study,
-            "--out", str(out / name), "--start-timeout", f"{start_timeout:.0f}s",
+            "--out", str(out / name), "--start-timeout", f"{start_timeout:.0f}s", *connection.words(),
         ]  # fmt: skip
-        environment = {STORAGE_VARIABLE: url, **({} if devices is None else {VISIBLE: devices})}
+        environment = {STORAGE_VARIABLE: url, **connection.environment()}
+        if devices is not None:
+            environment[VISIBLE] = devices
         workers.append(LocalWorker(name, command, out / f"{name}.log", environment))
     return LocalWorkers(workers, show)

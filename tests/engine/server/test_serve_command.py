@@ -163,3 +163,15 @@ def test_help_has_examples() -> None:
     code, output = run(["--help"])
     assert code == 0
     assert "vtune serve bundled --port 8001" in output
+
+
+def test_a_key_comes_from_vllms_variable_too(
+    started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "k0")
+    assert run([]) == (0, "")
+    assert run(["--api-key", "k1"]) == (0, "")
+    assert [(options.api_keys, told["api_key"]) for _, options, told in started] == [
+        (("k0",), "***"),
+        (("k1",), "***"),
+    ]

@@ -16,6 +16,7 @@ from loadgen.measure.stats import elsewhere
 from loadgen.plan.arrivals import ClosedLoop
 from loadgen.plan.workload import preset
 from loadgen.wire.client import ClientOptions, run_schedule
+from servers.connection import Connection
 
 KEY = {"authorization": "Bearer key"}
 PROMPT = "x" * 64
@@ -97,7 +98,13 @@ def test_an_answer_tells_how_long_the_engine_took_for_it(server: Server) -> None
 def test_the_load_generator_reads_those_times(server: Server) -> None:
     plan = preset("random", max_model_len=256, vocab_size=64, input_len=20, output_len=4)
     schedule = plan.schedule(seed=1, arrival=ClosedLoop(2), num_requests=6, warmup=0)
-    run = run_schedule(server.url, schedule, model="first", api_key="key", options=ClientOptions(workers=0))
+    run = run_schedule(
+        server.url,
+        schedule,
+        model="first",
+        connection=Connection(api_key="key"),
+        options=ClientOptions(workers=0),
+    )
     assert all(r.ok and r.server_queue is not None and r.server_prefill is not None for r in run.requests)
     parts = [elsewhere(r) for r in run.requests]
     assert all(part > 0 for part in parts)
