@@ -360,6 +360,15 @@ def test_speculation_in_the_result_comes_with_a_caveat(facts: Any) -> None:
     assert any("n-gram drafts" in caveat for caveat in changed.caveats)
 
 
+def test_runs_that_are_doubted_for_several_reasons_are_counted_under_each(facts: Any) -> None:
+    first, *others = facts.results
+    measured = dataclasses.replace(first.measurement, verdict="too_few_samples, client_limited")
+    doubted = [dataclasses.replace(first, measurement=measured), *others]
+    caveat = dataclasses.replace(facts, results=doubted).caveats[-1]
+    assert "too few samples for percentiles" in caveat
+    assert "invalid: the client was the limit" in caveat
+
+
 def test_text_from_a_server_is_escaped(facts: Any, tmp_path: Path) -> None:
     evil = dataclasses.replace(facts.results[0], log_tail="<script>alert(1)</script>")
     changed = dataclasses.replace(facts, results=[evil, *facts.results], out=tmp_path)
