@@ -264,9 +264,14 @@ def drive(
 ) -> WireLog:
     """Carry out ``plan`` in this thread, starting at ``start_ns`` (of ``monotonic_ns``; None: soon)."""
 
-    async def main() -> WireLog:
+    logs: list[WireLog] = []
+
+    async def main() -> None:
         begin = monotonic_ns() + LEAD_NS if start_ns is None else start_ns
-        return await Driver(plan, begin, stop=stop, progress=progress).run()
+        logs.append(await Driver(plan, begin, stop=stop, progress=progress).run())
 
     with _quiet_gc(), asyncio.Runner(loop_factory=event_loop) as runner:
-        return runner.run(main())
+        runner.run(
+            main()
+        )  # without a result: restoring SIGINT's handler prints the task, all its bytes with it
+    return logs[0]
