@@ -66,7 +66,7 @@ class Expression:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Relation:
     """``left operator right``."""
 
     text: str
@@ -130,7 +130,7 @@ class AnyOf:
         return _join([part.judge(lookup) for part in self.parts], decisive=True)
 
 
-Clause = Comparison | All | AnyOf
+Clause = Relation | All | AnyOf
 
 
 def parse_expression(text: str) -> Expression:
@@ -140,7 +140,7 @@ def parse_expression(text: str) -> Expression:
     return Expression(text, tree)
 
 
-def parse_comparison(text: str) -> Comparison:
+def parse_comparison(text: str) -> Relation:
     """Raises ExpressionError."""
     tree = _parse(text)
     if not isinstance(tree, ast.Compare) or len(tree.ops) != 1:
@@ -154,7 +154,7 @@ def parse_comparison(text: str) -> Comparison:
         Expression(ast.get_source_segment(text.strip(), side) or text, side)
         for side in (tree.left, tree.comparators[0])
     )
-    return Comparison(text.strip(), left, sign, right)
+    return Relation(text.strip(), left, sign, right)
 
 
 def _parse(text: str) -> ast.expr:

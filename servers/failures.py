@@ -12,7 +12,7 @@ CANNOT_START = 127
 
 
 @dataclass(frozen=True)
-class Failure:
+class ServerFailure:
     """``reason`` as in TargetFailed; ``detail`` is the line of the log that says so, or a sentence."""
 
     reason: str
@@ -54,11 +54,11 @@ _BLANK = " \t│╭╮╰╯─"
 _SIGNALS = {6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 
 
-def classify(log: str, status: int) -> Failure:
+def classify(log: str, status: int) -> ServerFailure:
     """The most telling cause in the log: the first in order that any line shows, with its last such line."""
     lines = [text for line in log.splitlines() if (text := line.strip(_BLANK))]
     if missing := next((line for line in lines if _NOT_INSTALLED.search(line)), ""):
-        return Failure("not_found", missing[:400])
+        return ServerFailure("not_found", missing[:400])
     for reason, pattern in _PATTERNS:
         if (reason == "not_found") != (status == CANNOT_START):
             continue
@@ -66,13 +66,13 @@ def classify(log: str, status: int) -> Failure:
             if pattern.search(lines[at]):
                 # pydantic says below its headline which field it is, and why
                 more = lines[at + 1 : at + 3] if _HEADLINE.search(lines[at]) else []
-                return Failure(reason, " ".join([lines[at], *more])[:400])
+                return ServerFailure(reason, " ".join([lines[at], *more])[:400])
     if status > 128:
         number = status - 128
         name = _SIGNALS.get(number, f"signal {number}")
         hint = ": often the kernel, short of memory" if number == 9 else ""
-        return Failure("killed", f"the server was ended by {name}{hint}")
-    return Failure("exited", f"the server exited with status {status}; {_last_words(lines)}")
+        return ServerFailure("killed", f"the server was ended by {name}{hint}")
+    return ServerFailure("exited", f"the server exited with status {status}; {_last_words(lines)}")
 
 
 def _last_words(lines: list[str]) -> str:

@@ -25,7 +25,7 @@ from doctor.diagnosis.judged_objectives import OBJECTIVE_NAMES as SLO_NAMES
 from doctor.metrics.signals import SIGNALS
 from servers import expression
 from servers.errors import UserError
-from servers.expression import All, AnyOf, Clause, Comparison, Expression, ExpressionError, Lookup
+from servers.expression import All, AnyOf, Clause, Expression, ExpressionError, Lookup, Relation
 from servers.known_flags import FLAG_NAMES
 
 Severity = Literal["info", "warning", "critical"]
@@ -289,7 +289,7 @@ class _Reader:
             return inner if word == "all" else AnyOf(inner.parts)
         raise self.error(key, "write a comparison, or a mapping with 'any:' or 'all:' and a list")
 
-    def comparison(self, key: str, text: str) -> Comparison:
+    def comparison(self, key: str, text: str) -> Relation:
         try:
             comparison = expression.parse_comparison(text)
         except ExpressionError as error:
@@ -346,15 +346,15 @@ class _Reader:
             raise self.error(key, f"no flag {name!r}{_near(name, _SETTABLE)}")
 
 
-def _leaves(clause: Clause) -> Iterable[Comparison]:
-    if isinstance(clause, Comparison):
+def _leaves(clause: Clause) -> Iterable[Relation]:
+    if isinstance(clause, Relation):
         yield clause
         return
     for part in clause.parts:
         yield from _leaves(part)
 
 
-def _in_order(comparison: Comparison) -> list[str]:
+def _in_order(comparison: Relation) -> list[str]:
     return re.findall(r"[a-z_][a-z0-9_]*", comparison.text)
 
 

@@ -13,7 +13,7 @@ from doctor.diagnosis.finding import Prescription
 from doctor.diagnosis.playbook import Playbook, Remedy
 from doctor.diagnosis.verification_status import verification_of
 from loadgen.measure.rounding import significant
-from servers.expression import Comparison, Lookup
+from servers.expression import Lookup, Relation
 from servers.known_flags import SWITCHES, Flags
 from servers.reading import Number, Reading
 
@@ -49,7 +49,7 @@ def _condition(remedy: Remedy, view: EngineView) -> str:
     """The needs that depend on an unknown flag, with their limits as numbers where they can be computed."""
     words = []
     for part in remedy.needs.parts:
-        if part.judge(view.lookup).value is None and isinstance(part, Comparison):
+        if part.judge(view.lookup).value is None and isinstance(part, Relation):
             limit = part.right.value(_points(view.lookup))
             shown = significant(limit.point) if isinstance(limit, Number) else part.right.text
             words.append(f"{part.left.text} {part.operator} {shown}")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from doctor.metrics.promql import GROUP_LABELS, PromQL
 from doctor.metrics.signals import SIGNALS, Node, metrics_of
-from servers.expression import All, Clause, Comparison, Expression
+from servers.expression import All, Clause, Expression, Relation
 from servers.known_flags import Flags
 from servers.metrics.catalog import METRICS
 from servers.reading import Number
@@ -80,7 +80,7 @@ class RuleCompiler:
         return available is None or any(name + suffix in available for name in METRICS[key].names)
 
     def _clause(self, clause: Clause, unknown: dict[str, None]) -> PromCondition | None:
-        if isinstance(clause, Comparison):
+        if isinstance(clause, Relation):
             return self._comparison(clause, unknown)
         parts = [self._clause(part, unknown) for part in clause.parts]
         every = isinstance(clause, All)
@@ -94,7 +94,7 @@ class RuleCompiler:
         word = "and" if every else "or"
         return texts[0] if len(texts) == 1 else f"({f' {word} {_ON} '.join(texts)})"
 
-    def _comparison(self, comparison: Comparison, unknown: dict[str, None]) -> PromCondition | None:
+    def _comparison(self, comparison: Relation, unknown: dict[str, None]) -> PromCondition | None:
         left, right = self._value(comparison.left, unknown), self._value(comparison.right, unknown)
         if left is None or right is None:
             return None

@@ -27,7 +27,7 @@ def window_seconds(text: str, option: str = "--window") -> float:
 
 
 @dataclass(frozen=True)
-class Moment:
+class PointInTime:
     """A point in time: absolute, a time of day, or seconds before the data end."""
 
     unix_s: float | None = None
@@ -49,21 +49,21 @@ class Moment:
         return at.timestamp()
 
 
-def moment(text: str, option: str) -> Moment:
+def moment(text: str, option: str) -> PointInTime:
     """Read ``14:05``, ``2026-11-29T14:05:30Z``, ``-10m`` or unix seconds. Raises PeriodError.
 
     A time without a zone is local.
     """
     written = text.strip()
     if written.startswith("-"):
-        return Moment(before_end=window_seconds(written[1:], option))
+        return PointInTime(before_end=window_seconds(written[1:], option))
     if re.fullmatch(r"\d{9,11}(\.\d+)?", written):
-        return Moment(unix_s=float(written))
+        return PointInTime(unix_s=float(written))
     try:
         if re.match(r"\d{1,2}:", written):
             clock = datetime.fromisoformat(f"2000-01-01T{written.zfill(len(written) + (written[1] == ':'))}")
-            return Moment(clock=clock if clock.tzinfo else clock.replace(tzinfo=_local_zone()))
-        return Moment(unix_s=datetime.fromisoformat(written).timestamp())
+            return PointInTime(clock=clock if clock.tzinfo else clock.replace(tzinfo=_local_zone()))
+        return PointInTime(unix_s=datetime.fromisoformat(written).timestamp())
     except (ValueError, OverflowError):
         raise PeriodError(
             f"{option} {text}: write 14:05, 2026-11-29T14:05, -10m (before the data end) or unix seconds"
@@ -79,8 +79,8 @@ def _local_zone() -> timezone:
 class Period:
     """From ``since`` (None: as far back as the source looks) until ``until`` (None: the data's end)."""
 
-    since: Moment | None = None
-    until: Moment | None = None
+    since: PointInTime | None = None
+    until: PointInTime | None = None
 
     def bounds(self, end: float) -> tuple[float | None, float]:
         """(start or None, end) in unix seconds, for data that end at ``end``. Raises PeriodError."""

@@ -20,7 +20,7 @@ from loadgen.plan.arrivals import Arrival
 from loadgen.plan.workload import PlannedRequest, Schedule, WorkloadError, mode_of, schedule_hash, warm
 
 CHARS_PER_TOKEN = 4
-"""English text, most tokenisers. Only to guess how long a recorded answer was."""
+"""English text, most tokenisers. A guess, for text that comes without its number of tokens."""
 _ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _DEFAULT_OUTPUT = 128
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from loadgen.plan.datasets import CHARS_PER_TOKEN
 from loadgen.plan.trace_formats import SAMPLING, SCHEMA
 from loadgen.plan.traces import class_of
 from loadgen.recording.proxy import Passage
@@ -27,9 +28,8 @@ from servers.files import write_atomically
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 BLOCK_TOKENS = 16
-CHARS_PER_TOKEN = 4
-"""Where a prompt is text: the characters that stand for a token, until answers with usage say better. Blocks
-of text are always of this many times BLOCK_TOKENS, so that they are the same for every client."""
+"""Of text, this many times CHARS_PER_TOKEN characters, whatever answers with usage say, so that blocks are
+the same for every client."""
 
 
 class Prefixes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from servers.expression import Comparison, Numbers, parse_comparison
+from servers.expression import Numbers, Relation, parse_comparison
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Rule:
     when: Mapping[str, Any] = field(default_factory=dict)
     budget: bool = False
     """True: of servers whose token budget counts the tokens that decode, too."""
-    comparison: Comparison = field(init=False, repr=False, compare=False)
+    comparison: Relation = field(init=False, repr=False, compare=False)
     _holds: Callable[[Numbers], bool] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
