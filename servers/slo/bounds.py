@@ -30,6 +30,16 @@ COUNTS = ("failed", "backlog")
 UNITS = {"ms": 1e-3, "s": 1.0, "us": 1e-6, "µs": 1e-6}
 
 
+LABELS = {
+    "itl": "ITL",
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "e2e": "E2E",
+    "inter_chunk": "inter-chunk latency",
+    "max_stall": "longest gap",
+}
+
+
 def name_of(metric: str, cls: str | None) -> str:
     """``ttft_p95`` or ``ttft_p95{class=short}``."""
     return metric if cls is None else f"{metric}{{class={cls}}}"
@@ -195,6 +205,17 @@ def family_of(metric: str) -> str:
     """``ttft`` of ``ttft_p95``."""
     family, _, statistic = metric.rpartition("_")
     return family if statistic in STATISTICS else metric
+
+
+def metric_label(metric: str) -> str:
+    """``itl_p99`` -> ``ITL P99``, ``ttft_p95{class=short}`` -> ``TTFT P95{class=short}``."""
+    name, brace, cls = metric.partition("{")
+    family, _, statistic = name.rpartition("_")
+    if statistic not in STATISTICS:
+        family, statistic = name, ""
+    shown = statistic if statistic == "mean" else statistic.upper()
+    text = f"{LABELS.get(family, family.replace('_', ' '))} {shown}".strip()
+    return text + brace + cls
 
 
 def format_value(metric: str, value: float) -> str:

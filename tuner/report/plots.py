@@ -10,7 +10,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from loadgen.measure.stats import Distribution
-from servers.slo.bounds import LATENCIES, RATES, family_of
+from servers.slo.bounds import LATENCIES, RATES, family_of, metric_label
 from servers.slo.objective import Slo
 from tuner.report.curves import KnobCurve
 from tuner.report.pareto import Front
@@ -19,7 +19,6 @@ from tuner.search.strategy import best_so_far
 from tuner.space.space import Space, config_key, describe_changes
 from tuner.study.cost import CostItem
 from tuner.study.loads import Advice
-from tuner.study.outcome import metric_label
 
 BEFORE, AFTER = "#d1495b", "#00798c"
 COLOURS = {"feasible": AFTER, "infeasible": "#edae49", "stopped early": "#9aa5b1"}

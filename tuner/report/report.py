@@ -22,7 +22,7 @@ from loadgen.measure.saved import SavedFileError
 from loadgen.measure.stats import DEFINITIONS, Distribution, Summary
 from loadgen.output.page import render, render_page
 from servers.files import write_atomically
-from servers.slo.bounds import family_of, format_value
+from servers.slo.bounds import family_of, format_value, metric_label
 from servers.slo.objective import Slo
 from tuner.job.launch import Launch
 from tuner.report import plots
@@ -36,7 +36,7 @@ from tuner.search.repeats import merge_repeats
 from tuner.space.space import Space, describe_changes, render_value
 from tuner.study.cost import CostItem, time_spent
 from tuner.study.loads import Advice
-from tuner.study.outcome import Outcome, describe_trial, metric_label, shown_figures
+from tuner.study.outcome import Outcome, describe_trial, shown_figures
 from tuner.study.regression import KEY, Recommendation, Regression, show
 
 SCHEMA = "vtune.report/1"

@@ -11,7 +11,7 @@ from typing import Any
 from loadgen.compare import Comparison, Pair
 from loadgen.measure.estimator import Estimate, estimate, run_value
 from loadgen.measure.stats import Summary
-from servers.slo.bounds import COUNTS, Bound, format_value, name_of
+from servers.slo.bounds import COUNTS, Bound, format_value, metric_label, name_of
 from servers.slo.objective import RelativeBound, Slo
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import Measurement, without_nan
@@ -244,12 +244,14 @@ def _missed(bound: Bound, candidate: Measurement, values: Sequence[float], confi
         if alone.has_ratio:
             value, low, high = alone.b, alone.low, alone.high
     doubt = _doubt(bound, value, low, high)
-    return doubt and f"{bound.name} is {format_value(bound.metric, value)}, the SLO asks for {bound}{doubt}"
+    seen = f"{metric_label(bound.name)} is {format_value(bound.metric, value)}"
+    return doubt and f"{seen}, the SLO asks for {bound}{doubt}"
 
 
 def _worse(bound: RelativeBound, change: Estimate) -> str:
     doubt = _doubt(bound.on_ratio, change.ratio, change.low, change.high)
-    return doubt and f"{change.figure} {words(change)}, the SLO asks for {bound.op} {bound.note}{doubt}"
+    seen = f"{metric_label(change.figure)} {words(change)}"
+    return doubt and f"{seen}, the SLO asks for {bound.op} {bound.note}{doubt}"
 
 
 def _doubt(bound: Bound, value: float, low: float, high: float) -> str:
@@ -276,4 +278,4 @@ def _no_gain(slo: Slo, change: Estimate) -> str:
     gain, worst = (1 - change.ratio, 1 - change.high) if lower else (change.ratio - 1, change.low - 1)
     if worst > 0 and gain >= MIN_GAIN:
         return ""
-    return f"{change.figure} {words(change)}: no proven gain of {100 * MIN_GAIN:g} % or more"
+    return f"no gain of {100 * MIN_GAIN:g} % or more is proven"

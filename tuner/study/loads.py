@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from loadgen.target import Target, TargetFailed
-from servers.slo.bounds import Bound
+from servers.slo.bounds import Bound, metric_label
 from servers.slo.objective import Slo
 from tuner.runs.load import load_seconds
 from tuner.runs.measure import Run, measure
@@ -22,7 +22,7 @@ from tuner.space.space import DRAFTS, Config, Space, config_key, describe_change
 from tuner.study.budget import LOADS_CONFIGS, PAUSE_SECONDS
 from tuner.study.dynamic import Curve, Regime, advise, advised, regimes, regimes_json
 from tuner.study.optimize import Optimizer
-from tuner.study.outcome import Outcome, metric_label
+from tuner.study.outcome import Outcome
 from tuner.study.trial import ServerFailed, SetupFailed
 
 LOAD_SENSITIVE_KNOBS = (DRAFTS, "max_num_batched_tokens", "max_num_seqs")

@@ -12,6 +12,7 @@ import optuna
 
 from loadgen.sim.model_shape import shape_of
 from loadgen.target import OpenTarget, Target
+from servers.slo.bounds import metric_label
 from servers.slo.objective import Slo, parse_slo
 from tuner.job.job import Job
 from tuner.runs.load import Traffic
@@ -31,7 +32,7 @@ from tuner.study.criteria import Criteria
 from tuner.study.final_trials import FinalTrials
 from tuner.study.first_trials import FirstTrials
 from tuner.study.load_selection import LoadSelection
-from tuner.study.outcome import Outcome, describe_trial, metric_label
+from tuner.study.outcome import Outcome, describe_trial
 from tuner.study.trial import Attempt, Bench, ClientKilled, ServerFailed, SetupFailed
 from tuner.workers.coordination import Coordination
 

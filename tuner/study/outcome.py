@@ -11,7 +11,7 @@ from scipy.special import stdtrit
 
 from loadgen.measure.estimator import Estimate
 from servers.flags.words import render
-from servers.slo.bounds import STATISTICS, format_value
+from servers.slo.bounds import format_value, metric_label
 from servers.slo.objective import Objective, Slo
 from tuner.runs.result import TrialResult
 from tuner.search.repeats import merge_repeats
@@ -27,14 +27,6 @@ ESTIMATE = "ESTIMATE: "
 """Before every sentence about what was simulated."""
 BESIDE = ("itl_p99", "max_stall_mean", "ttft_p95", "throughput")
 """Stand beside the objective in every line and table."""
-LABELS = {
-    "itl": "ITL",
-    "ttft": "TTFT",
-    "tpot": "TPOT",
-    "e2e": "E2E",
-    "inter_chunk": "inter-chunk latency",
-    "max_stall": "longest gap",
-}
 
 
 def shown_figures(slo: Slo) -> list[str]:
@@ -56,17 +48,6 @@ class Outcome:
     def exit_code(self) -> int:
         codes = {"better": 0, "baseline": 0, "measured": 0, "infeasible": 1, "failed": 1, "interrupted": 130}
         return codes[self.kind]
-
-
-def metric_label(metric: str) -> str:
-    """``itl_p99`` -> ``ITL P99``, ``ttft_p95{class=short}`` -> ``TTFT P95{class=short}``."""
-    name, brace, cls = metric.partition("{")
-    family, _, statistic = name.rpartition("_")
-    if statistic not in STATISTICS:
-        family, statistic = name, ""
-    shown = statistic if statistic == "mean" else statistic.upper()
-    text = f"{LABELS.get(family, family.replace('_', ' '))} {shown}".strip()
-    return text + brace + cls
 
 
 def better(best: TrialResult, space: Space, slo: Slo, confirmation: Confirmation, ended: str) -> Outcome:

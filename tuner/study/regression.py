@@ -15,11 +15,11 @@ from typing import Any, Self
 import optuna
 
 from servers.errors import UserError
-from servers.slo.bounds import format_value
+from servers.slo.bounds import format_value, metric_label
 from servers.slo.objective import Slo
 from tuner.runs.result import Measurement, Reading, TrialResult, without_nan
 from tuner.study.confirmation import words
-from tuner.study.outcome import ESTIMATE, Outcome, metric_label
+from tuner.study.outcome import ESTIMATE, Outcome
 from tuner.workers.storage import StorageError, open_storage, sqlite_file
 
 SHOWN = ("itl_es99", "itl_p99", "ttft_es95", "ttft_p95", "throughput")

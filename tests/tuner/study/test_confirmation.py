@@ -57,7 +57,7 @@ def test_a_gain_is_confirmed_with_its_interval() -> None:
 def test_a_config_is_not_better_than_itself() -> None:
     confirmation = confirm(PRESETS["itl"], b=BASELINE)
     assert not confirmation.confirmed
-    assert "no proven gain" in confirmation.problems[0]
+    assert "no gain of 5 % or more is proven" in confirmation.problems[0]
 
 
 def test_noise_is_no_gain() -> None:
@@ -67,12 +67,12 @@ def test_noise_is_no_gain() -> None:
         b={"max_num_batched_tokens": 2000},
         itl_factor=lambda config, seed: noise[seed % 10] if config["max_num_batched_tokens"] == 2000 else 1.0,
     )
-    assert any("no proven gain" in problem for problem in confirmation.problems)
+    assert any("no gain of 5 % or more is proven" in problem for problem in confirmation.problems)
 
 
 def test_a_relative_bound_is_judged_on_the_pairs() -> None:
     confirmation = confirm(PRESETS["itl"], b={"max_num_batched_tokens": 32})
-    assert any(problem.startswith("ttft_es95") and "1.2x" in problem for problem in confirmation.problems)
+    assert any(problem.startswith("TTFT ES95") and "1.2x" in problem for problem in confirmation.problems)
 
 
 def test_a_bound_on_what_the_load_does_not_have_is_none() -> None:
@@ -124,7 +124,7 @@ def test_where_the_baseline_misses_the_slo_holding_it_is_enough() -> None:
     slo = parse_slo("itl_es99<500ms")
     assert confirm(slo, baseline_feasible=False).confirmed
     missed = confirm(slo, baseline_feasible=False, a=BEST, b=BASELINE)
-    assert "itl_es99 is 1.23 s, the SLO asks for itl_es99 <= 500 ms" in missed.problems[0]
+    assert "ITL ES99 is 1.23 s, the SLO asks for itl_es99 <= 500 ms" in missed.problems[0]
 
 
 def test_a_bound_that_is_only_just_held_is_not_held() -> None:
