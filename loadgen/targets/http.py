@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import ssl
 from dataclasses import dataclass
 from typing import Any
 
-from loadgen.wire.probe import MAX_ANSWER, TLS_HINT, Url, dial
+from loadgen.wire.ask import ask
+from loadgen.wire.http1 import MalformedMessage, build_request
+from loadgen.wire.probe import TLS_HINT, Url
 from servers.connection import NO_LOGIN, Connection
 
 
@@ -29,7 +30,7 @@ class HttpAnswer:
         """The body parsed; None when it is not JSON."""
         try:
             return json.loads(self.body)
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
 
 
@@ -42,32 +43,29 @@ class Http:
         self._tls = connection.tls.context() if self._url.scheme == "https" else None
 
     def get(self, path: str, timeout: float) -> HttpAnswer:
-        """GET ``path``. ``timeout``: seconds for each wait on the socket, unless the connection has its own.
+        """GET ``path``. ``timeout``: seconds for the whole answer, unless the connection has its own.
 
         Raises NoAnswer.
         """
-        return self._request("GET", path, None, self.connection.within(timeout))
+        return self._request("GET", path, b"", self.connection.within(timeout))
 
     def post(self, path: str, body: object, timeout: float) -> HttpAnswer:
         """POST ``body`` as JSON. Raises NoAnswer."""
-        return self._request("POST", path, json.dumps(body), timeout)
+        return self._request("POST", path, json.dumps(body).encode(), timeout)
 
-    def _request(self, method: str, path: str, body: str | None, timeout: float) -> HttpAnswer:
+    def _request(self, method: str, path: str, body: bytes, timeout: float) -> HttpAnswer:
         headers = {**self.connection.sent(), "Connection": "close"}
-        if body is not None:
+        if body:
             headers["Content-Type"] = "application/json"
-        opened = dial(self._url, self._tls, timeout)
+        url = self._url
+        message = build_request(url.prefix + path, url.netloc, body, headers, method)
         try:
-            opened.request(method, self._url.prefix + path, body, headers)
-            response = opened.getresponse()
-            text = response.read(MAX_ANSWER).decode(errors="replace")
-            return HttpAnswer(response.status, text if response.status == 200 else self.connection.hide(text))
+            status, content = ask(url.host, url.port, message, timeout, self._tls)
         except TimeoutError:
             raise NoAnswer(f"{self.url}{path}: no answer in {timeout:g} s", timed_out=True) from None
         except ssl.SSLError as error:
             raise NoAnswer(f"{self.url}: TLS: {error.reason or error}; {TLS_HINT}") from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            raise NoAnswer(f"{self.url}{path}: {reason}") from None
-        finally:
-            opened.close()
+        except (OSError, MalformedMessage) as error:
+            raise NoAnswer(f"{self.url}{path}: {getattr(error, 'strerror', None) or error}") from None
+        text = content.decode(errors="replace")
+        return HttpAnswer(status, text if status == 200 else self.connection.hide(text))

@@ -24,9 +24,11 @@ class MalformedMessage(ValueError):
     """The bytes are no HTTP/1.x message, or one without an end; the message says what was there instead."""
 
 
-def build_request(path: str, host: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-    """A complete POST request message. Raises ValueError if a header would break the message."""
-    lines = [f"POST {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}"]
+def build_request(
+    path: str, host: str, body: bytes, headers: Mapping[str, str], method: str = "POST"
+) -> bytes:
+    """A complete request message. Raises ValueError if a header would break the message."""
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}", f"Content-Length: {len(body)}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     if any("\r" in line or "\n" in line for line in lines):
         raise ValueError("a header or the path contains a line break")

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import socket
 import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from loadgen.wire.ask import ask
+from loadgen.wire.http1 import MalformedMessage, build_request
 from loadgen.wire.messages import Endpoint
 from servers.connection import NO_LOGIN, Connection
 from servers.errors import UserError
 
-MAX_ANSWER = 1 << 24
-"""Bytes that are read of an answer."""
 ANSWER_SECONDS = 10.0
 TLS_HINT = (
     "is it https? Give --ca-file FILE to trust its certificate, --client-cert FILE if it asks for yours"
@@ -124,24 +123,16 @@ def _version(url: Url, connection: Connection) -> str | None:
 
 def _get(url: Url, path: str, connection: Connection) -> tuple[int, bytes]:
     timeout = connection.within(ANSWER_SECONDS)
-    opened = dial(url, connection.tls.context() if url.scheme == "https" else None, timeout)
+    headers = {**connection.sent(), "Connection": "close"}
+    message = build_request(url.prefix + path, url.netloc, b"", headers, "GET")
     try:
-        opened.request("GET", url.prefix + path, headers=connection.sent())
-        response = opened.getresponse()
-        return response.status, response.read(MAX_ANSWER)
+        return ask(
+            url.host, url.port, message, timeout, connection.tls.context() if url.scheme == "https" else None
+        )
     except ssl.SSLError as error:
         raise Unreachable(f"{url}: TLS: {error.reason or error}; {TLS_HINT}") from None
     except TimeoutError:
         raise Unreachable(f"{url}: no answer to GET {path} within {timeout:g} s") from None
-    except (OSError, http.client.HTTPException) as error:
-        problem = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    except (OSError, MalformedMessage) as error:
+        problem = getattr(error, "strerror", None) or str(error)
         raise Unreachable(f"{url}: {problem}; is the server running, and is the port right?") from None
-    finally:
-        opened.close()
-
-
-def dial(url: Url, tls: ssl.SSLContext | None, timeout: float) -> http.client.HTTPConnection:
-    """A connection that is opened by its first request. ``timeout``: seconds, for each wait."""
-    if tls is None:
-        return http.client.HTTPConnection(url.host, url.port, timeout=timeout)
-    return http.client.HTTPSConnection(url.host, url.port, timeout=timeout, context=tls)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import re
 from collections.abc import Iterator
 from email.utils import formatdate
 from pathlib import Path
@@ -19,8 +20,10 @@ from loadgen.plan.arrivals import ClosedLoop
 from loadgen.plan.workload import preset
 from loadgen.recording.proxy import Passage
 from loadgen.recording.recorder import Recorder
+from loadgen.targets.http import Http, NoAnswer
 from loadgen.wire import http1
 from loadgen.wire.client import ClientOptions, run_schedule
+from loadgen.wire.probe import Unreachable, Url, probe
 
 INLINE = ClientOptions(workers=0, timeout=60)
 END = b"0\r\n\r\n"
@@ -166,7 +169,10 @@ class HostileServer:
     listener: asyncio.Server | None = None
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        with (
+            contextlib.closing(writer),
+            contextlib.suppress(ConnectionError, asyncio.IncompleteReadError),
+        ):
             head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
             _, _, length = head.partition("content-length: ")
             await reader.readexactly(int(length.split()[0]) if length else 0)
@@ -177,7 +183,20 @@ class HostileServer:
                     await writer.drain()
                 writer.write(piece)
                 await writer.drain()
-        writer.close()
+
+
+class DrippingServer:
+    """A byte of a header every few milliseconds, for as long as it is read."""
+
+    listener: asyncio.Server | None = None
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.closing(writer), contextlib.suppress(ConnectionError):
+            writer.write(PLAIN + b"X: ")
+            while not writer.is_closing():
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -202,6 +221,31 @@ def test_a_hostile_answer_ends_in_its_failure(url: str, name: str, tmp_path: Pat
     assert record.failure is not None or record.tokens == 2
     assert judge_run(run)[0]
     run.save(tmp_path / "run.json")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_server_is_not_reachable_and_the_message_says_why(url: str, name: str) -> None:
+    """None of the answers lists models; that they end is the test's as well."""
+    with pytest.raises(Unreachable, match=re.escape(url)) as caught:
+        probe(Url.parse(f"{url}/{[*HOSTILE].index(name)}"))
+    assert str(caught.value).count(": ") >= 1
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_question_to_a_hostile_server_has_an_answer_or_none(url: str, name: str) -> None:
+    http = Http(f"{url}/{[*HOSTILE].index(name)}")
+    with contextlib.suppress(NoAnswer):
+        answer = http.get("/health", timeout=30)
+        assert 200 <= answer.status <= 999
+        assert answer.json() is None or answer.body
+
+
+def test_a_slow_drip_does_not_outlast_the_time_for_an_answer() -> None:
+    """Each byte comes soon enough; the whole answer does not."""
+    drip = DrippingServer()
+    with running(drip) as port, pytest.raises(NoAnswer, match=r"no answer in 0\.3 s") as caught:  # type: ignore[arg-type]
+        Http(f"http://127.0.0.1:{port}").get("/health", timeout=0.3)
+    assert caught.value.timed_out
 
 
 def test_a_recording_survives_hostile_answers(tmp_path: Path) -> None:
