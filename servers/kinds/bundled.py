@@ -15,6 +15,19 @@ def _defaults(name: str, platform: Platform) -> Spread:
     return USUAL[name] if own is None else (own, own, own)
 
 
+UNKNOWN_TO_VLLM = frozenset(
+    [
+        "device_memory",
+        "max_num_partial_prefills",
+        "max_long_partial_prefills",
+        "scheduler",
+        "preemption_mode",
+        "swap_space",
+    ]
+)
+"""Of its flags those that vLLM 0.32 does not have; some of them older versions had."""
+
+
 BUNDLED = ServerKind(
     name="bundled",
     label="the bundled engine",

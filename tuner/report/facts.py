@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from loadgen.targets.simulated import SimulatedTarget
-from tuner.job.launch import launch
+from servers.kinds import KINDS
+from tuner.job.launch import Launch, launch
 from tuner.report.curves import along
 from tuner.report.report import Facts
 from tuner.report.reproduce import command_of
@@ -43,8 +47,8 @@ def report_facts(optimizer: Optimizer, outcome: Outcome, advice: Advice | None =
         outcome=outcome,
         results=study.results,
         ped_anova=study.importances(),
-        baseline_launch=launch(target.launch_command(job.flags), model, job.flags),
-        best_launch=launch(target.launch_command(flags), model, flags) if outcome.best else None,
+        baseline_launch=_launch(optimizer, model, job.flags),
+        best_launch=_launch(optimizer, model, flags) if outcome.best else None,
         load=load,
         profile=profile.describe() if profile.capacity else "the load was given",
         plan=optimizer.plan.describe() if optimizer.plan else "",
@@ -60,6 +64,13 @@ def report_facts(optimizer: Optimizer, outcome: Outcome, advice: Advice | None =
         prior=prior,
         spent_on=optimizer.record.user_attrs.get(SPENT_ON, {}),
     )
+
+
+def _launch(optimizer: Optimizer, model: str, flags: Mapping[str, Any]) -> Launch:
+    job, target = optimizer.job, optimizer.bench.target
+    measured_vllm = job.server == "vllm" and not job.simulated
+    version = optimizer.profile.version if measured_vllm else ""
+    return launch(target.launch_command(flags), model, flags, KINDS[job.server], version)
 
 
 def _predictions(optimizer: Optimizer, outcome: Outcome) -> tuple[dict[str, dict[str, float]], str]:

@@ -301,6 +301,8 @@ def test_text_reports_say_everything(texts: dict[str, str], facts: Any, suffix: 
         launch.bundled,
         launch.vllm,
         launch.docker,
+        launch.checked,
+        "kind: Deployment",
         "--max-num-batched-tokens",
         facts.baseline_launch.target,
         "start: itl first",
