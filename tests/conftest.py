@@ -30,8 +30,8 @@ LONG = (
     "engine/server/test_server_lifecycle.py",
     "tuner/workers/test_scale_out.py",
     "tuner/session/test_connections.py",
-    "doctor/test_bundled_engine.py",
-    "doctor/test_fault_injection.py",
+    "doctor/diagnosis/test_bundled_engine.py",
+    "doctor/diagnosis/test_fault_injection.py",
     "tuner/study/test_optimize.py",
     "engine/structured/test_structured_outputs.py",
     "engine/kernels/test_native_threads.py",
@@ -41,7 +41,7 @@ LONG = (
     "engine/scheduling/test_decode_fast_path.py",
     "tuner/study/test_vllm_study.py",
     "engine/kernels/test_gpu_benchmark.py",
-    "doctor/test_doctor_export.py",
+    "doctor/export/test_doctor_export.py",
 )
 """Files that take longest, most of them of few tests. They are handed out first: at the end one of two
 workers would wait for the other."""

@@ -17,7 +17,7 @@ from doctor.metrics.sources import Scrapes
 from doctor.proof.experiment_target import packaged
 from vtune_cli import app
 
-FAKE = Path(__file__).parents[1] / "fake_server.py"
+FAKE = Path(__file__).parents[2] / "fake_server.py"
 LOAD = ("--workload", "random", "--input-len", "64", "--output-len", "32", "--concurrency", "8")
 SIMULATED = ("--target", "simulated:h100", "--model", packaged("shape", "8b"), "--flags", "--max-num-seqs 2")
 

@@ -25,7 +25,7 @@ from servers.failures import classify
 from servers.flags.words import FlagError
 from servers.kinds import VLLM
 
-FAKE = Path(__file__).parents[1] / "fake_server.py"
+FAKE = Path(__file__).parents[2] / "fake_server.py"
 
 
 def fake(tmp_path: Path, *extra: str, **options: Any) -> ServerTarget:

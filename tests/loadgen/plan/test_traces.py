@@ -9,7 +9,7 @@ import pytest
 from loadgen.plan.trace_formats import Columns, read_trace
 from loadgen.plan.traces import Trace, TraceError, TraceRow
 
-PUBLIC = Path(__file__).parents[2].parent / "shared" / "traces"
+PUBLIC = Path(__file__).parents[3].parent / "shared" / "traces"
 MOONCAKE = [
     {"timestamp": 0, "input_length": 1100, "output_length": 50, "hash_ids": [7, 8, 9]},
     {"timestamp": 3000, "input_length": 1024, "output_length": 10, "hash_ids": [7, 8]},

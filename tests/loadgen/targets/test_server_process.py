@@ -18,7 +18,7 @@ import pytest
 from loadgen.targets import supervise
 from loadgen.targets.process import ServerProcess
 
-FAKE = Path(__file__).parents[1] / "fake_server.py"
+FAKE = Path(__file__).parents[2] / "fake_server.py"
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); "
 STUBBORN += "time.sleep(600)"
 

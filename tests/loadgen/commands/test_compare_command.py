@@ -17,7 +17,7 @@ from loadgen.commands.compare_command import CompareFormat, split_metrics
 from loadgen.measure.record import Records
 from vtune_cli import app
 
-FAKE = Path(__file__).parents[1] / "fake_server.py"
+FAKE = Path(__file__).parents[2] / "fake_server.py"
 
 
 def vtune(*arguments: object) -> tuple[int, str, str]:
