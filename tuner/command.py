@@ -21,7 +21,7 @@ from tuner.study.target import check_offered
 from tuner.study.trial import Bench, SetupFailed
 from tuner.workers.coordination import join
 from tuner.workers.local_workers import device_shares, local_workers
-from tuner.workers.machine import busy_warning, visible_devices
+from tuner.workers.machine import busy_share, busy_warning, visible_devices
 
 CANNOT_WRITE, INTERRUPTED = 2, 130
 
@@ -52,7 +52,7 @@ def _run(session: StudySession, console: Console) -> int:
         check_offered(job, session.target(job, RUNS), show)
     if (session.place.workers or 1) > 1:
         return _run_workers(session, console)
-    if started and session.place.storage is None and (warning := busy_warning()):
+    if started and session.place.storage is None and (warning := busy_warning(busy_share())):
         show(warning)
     return _run_alone(session, console)
 
@@ -71,6 +71,8 @@ def _run_alone(session: StudySession, console: Console) -> int:
         ):
             bench = Bench(target, observer, interrupts, out, None if job.running else KINDS[job.server])
             optimizer = Optimizer(job, bench, begun.record, coordination)
+            if not (job.simulated or job.running or shared):
+                optimizer.busy_share = busy_share
             optimizer.simulator = make_simulator(
                 job.prior, job.target, job.model, observer.note, optimizer.fit_simulator
             )

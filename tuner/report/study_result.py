@@ -17,9 +17,10 @@ from servers.files import write_atomically
 from tuner.report.facts import report_facts
 from tuner.report.report import write_report
 from tuner.study.loads import Advice, compare_loads
-from tuner.study.optimize import Optimizer
+from tuner.study.optimize import BUSY_SHARE, Optimizer
 from tuner.study.outcome import ESTIMATE, Outcome
 from tuner.study.regression import KEY
+from tuner.workers.machine import NOTABLE_SHARE
 
 RESULT_KEY = "verdict"
 
@@ -107,6 +108,9 @@ def conclude(optimizer: Optimizer, outcome: Outcome, advice: Advice | None = Non
     """The verdict on ``outcome``, with its report written once there is something to report."""
     if optimizer.bench.target.estimate:
         outcome = replace(outcome, sentence=f"{ESTIMATE}{outcome.sentence}")
+    if (busy := optimizer.record.user_attrs.get(BUSY_SHARE, 0.0)) >= NOTABLE_SHARE:
+        told = f". The machine was busy: other programs took {busy:.0%} of its processors' time"
+        outcome = replace(outcome, sentence=outcome.sentence + told)
     if not optimizer.begun:
         lines, report = (outcome.sentence,), _report_text([], outcome)
         return StudyResult(outcome.exit_code, lines, report, files=(), launched=0)

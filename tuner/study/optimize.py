@@ -38,6 +38,8 @@ from tuner.workers.coordination import Coordination
 
 MAX_FAILURES = 5
 """When nothing has served after so many launches, nothing will."""
+BUSY_SHARE = "busy_share"
+"""The study's attribute that keeps how busy others were."""
 
 
 @dataclass
@@ -50,6 +52,8 @@ class Optimizer:
     coordination: Coordination = field(default_factory=Coordination)
     simulator: Callable[[], Target | None] = lambda: None
     """Makes what the prior simulates configs on, once no server runs; None: nothing to simulate with."""
+    busy_share: Callable[[], float] = lambda: 0.0
+    """Share of this machine's processors that others take; asked while no server runs."""
     study: Study = field(init=False)
     profile: Profile = field(init=False)
     plan: Plan | None = field(init=False, default=None)
@@ -74,6 +78,7 @@ class Optimizer:
         """
         try:
             self.observer.phase("baseline")
+            self._look_for_others()
             with self.coordination.sole("baseline", self._baseline_told):
                 self._baseline()
             self._ask_prior()
@@ -87,8 +92,13 @@ class Optimizer:
         finally:
             self._save_spent()
 
+    def _look_for_others(self) -> None:
+        """Keep the largest share that other programs were seen to take."""
+        self._save(BUSY_SHARE, max(self.record.user_attrs.get(BUSY_SHARE, 0.0), self.busy_share()))
+
     def conclude(self, ended: str) -> Outcome:
         """Confirm the best on fresh runs. Raises as :meth:`search`."""
+        self._look_for_others()
         try:
             with self.spending("confirmation"):
                 return self._candidate_confirmation(ended).outcome()

@@ -38,10 +38,14 @@ class Machine:
         return asdict(self)
 
 
-def busy_warning() -> str:
-    """A warning where other programs (or the host's other guests) keep this machine busy; "" where not. It
-    looks for a quarter of a second, in which vtune itself must do nothing."""
-    share = psutil.cpu_percent(_LOOK_SECONDS) / 100
+def busy_share() -> float:
+    """Share of the processors' time that other programs (or the host's other guests) take. It looks for a
+    quarter of a second, in which vtune itself must do nothing."""
+    return psutil.cpu_percent(_LOOK_SECONDS) / 100
+
+
+def busy_warning(share: float) -> str:
+    """A warning where others take a notable share; "" where not."""
     if share < NOTABLE_SHARE:
         return ""
     return (

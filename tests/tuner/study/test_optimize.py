@@ -10,6 +10,7 @@ from analytic_target import AnalyticTarget, dies_under_load, does_not_start, sta
 from notebook import Notebook
 
 from loadgen.target import StartFailed
+from tuner.report.study_result import conclude
 from tuner.runs.result import BASELINE
 from tuner.study.optimize import MAX_FAILURES
 from tuner.study.trial import SetupFailed
@@ -298,3 +299,14 @@ def test_the_tail_sees_stalls_that_fewer_than_one_gap_in_a_hundred_meets(make: A
     baseline = optimizer.study.baseline.measurement
     assert baseline.value("itl_p99") == pytest.approx(0.03, rel=0.1)
     assert baseline.value("itl_es99") > 10 * baseline.value("itl_p99")
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"), [((0.0, 0.1), ""), ((0.05, 0.4), "took 40%"), ((0.5, 0.0), "took 50%")]
+)
+def test_a_busy_machine_is_in_the_headline(make: Any, shares: tuple[float, float], told: str) -> None:
+    optimizer = make(AnalyticTarget(), Notebook(), trials=1)
+    seen = iter(shares)
+    optimizer.busy_share = lambda: next(seen)
+    result = conclude(optimizer, optimizer.run())
+    assert ("The machine was busy: other programs " + told in result.lines[0]) == bool(told)
