@@ -41,6 +41,7 @@ die-mid-run[:N]     out of memory when the Nth completion (8) arrives
 killed-mid-run[:N]  SIGKILL when the Nth completion (8) arrives
 hang-mid-run[:N]    no token from the Nth completion (8) on
 ill-mid-run[:N]     HTTP 500 for the Nth completion (8) and all later ones, and 503 for /health
+errors-mid-run[:N]  HTTP 500 for the same, while /health stays well
 ignore-term         says that it ignores SIGTERM, and does
 orphan              leaves a child in a session of its own that ignores SIGTERM
 no-metrics          /metrics answers 404
@@ -211,6 +212,7 @@ class Server:
         self.engine, self.flags = engine, flags
         self.completions = 0
         self.ill = "unhealthy" in flags.fault
+        self.refusing = False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
@@ -252,7 +254,7 @@ class Server:
     async def complete(self, body: dict[str, Any], chat: bool, writer: asyncio.StreamWriter) -> None:
         self.completions += 1
         self.misbehave()
-        if self.ill or "error-500" in self.flags.fault:
+        if self.ill or self.refusing or "error-500" in self.flags.fault:
             self.reply(writer, 500, json.dumps({"error": {"message": "engine error", "code": 500}}))
             return
         prompt = body.get("prompt") or " ".join(str(m["content"]) for m in body.get("messages", []))
@@ -317,6 +319,8 @@ class Server:
                 os._exit(1)
             elif name == "ill-mid-run":
                 self.ill = True
+            elif name == "errors-mid-run":
+                self.refusing = True
             else:
                 self.engine.hung = True
 

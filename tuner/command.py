@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable
 
 import optuna
 from rich.console import Console
 
+from loadgen.targets.endpoint import EndpointTarget
 from servers.kinds import KINDS
+from servers.slo.objective import parse_slo
+from tuner.job.job import Job, UsageError
 from tuner.job.options import Options
 from tuner.output.display import Terminal, make_observer
 from tuner.output.folder import locked
 from tuner.report.study_result import StudyResult, conclude, finish_study
 from tuner.runs.interrupts import Interrupts
+from tuner.runs.load_watch import LoadWatch
 from tuner.search.prior import make_simulator
 from tuner.session.new_job import RUNS
 from tuner.session.session import StudySession
+from tuner.study.load_selection import LoadSelection
+from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
+from tuner.study.running_server import StatedLoad
 from tuner.study.target import check_offered
 from tuner.study.trial import Bench, SetupFailed
 from tuner.workers.coordination import join
 from tuner.workers.local_workers import device_shares, local_workers
 from tuner.workers.machine import busy_share, busy_warning, visible_devices
+from tuner.workers.storage import has_results
 
 CANNOT_WRITE, INTERRUPTED = 2, 130
 
@@ -50,6 +60,8 @@ def _run(session: StudySession, console: Console) -> int:
     started = not job.simulated and not job.running
     if started:
         check_offered(job, session.target(job, RUNS), show)
+    if job.running:
+        _permit_load(session, job, console)
     if (session.place.workers or 1) > 1:
         return _run_workers(session, console)
     if started and session.place.storage is None and (warning := busy_warning(busy_share())):
@@ -64,12 +76,16 @@ def _run_alone(session: StudySession, console: Console) -> int:
         begun = session.begin(storage)
         job = begun.job
         target = session.target(job, out)
+        if job.running and session.resumes_only and not has_results(begun.record):
+            _permit_load(session, job, console)
         with (
             Interrupts() as interrupts,
             make_observer(console, f"vtune optimize: {session.name}") as observer,
             join(storage, begun.record, observer.note, interrupts) as coordination,
         ):
-            bench = Bench(target, observer, interrupts, out, None if job.running else KINDS[job.server])
+            watch = LoadWatch(lambda: math.inf if job.budget is None else job.budget - optimizer.clock.spent)
+            kind = None if job.running else KINDS[job.server]
+            bench = Bench(target, observer, interrupts, out, kind, watch)
             optimizer = Optimizer(job, bench, begun.record, coordination)
             if not (job.simulated or job.running or shared):
                 optimizer.busy_share = busy_share
@@ -89,6 +105,32 @@ def _run_alone(session: StudySession, console: Console) -> int:
     if result.exit_code == INTERRUPTED or result.problem:
         _show(console)(f"go on with: {session.resume_command}")
     return CANNOT_WRITE if result.problem else result.exit_code
+
+
+def _permit_load(session: StudySession, job: Job, console: Console) -> None:
+    """Say what a server that is not ours is going to be sent; ask before more than a small load.
+
+    Raises UsageError where that is not wanted, or where it needs --yes.
+    """
+    target = session.target(job, RUNS)
+    assert isinstance(target, EndpointTarget), "a server that runs is reached by its URL"
+    selection = LoadSelection(job, parse_slo(job.slo), Bench(target, Observer(), Interrupts(), RUNS))
+    stated = StatedLoad.of(selection.load(selection.untimed_profile(target.context_length())))
+    if stated.small or session.place.yes:
+        _show(console)(f"will send {target.name} {stated}")
+        return
+    if not (sys.stdin.isatty() and console.is_terminal):
+        raise UsageError(
+            f"--target {target.name} would be sent {stated}, which is more than is sent to a server without "
+            "asking. Give --yes to send it, or leave out what asks for it for a small load."
+        )
+    _show(console)(f"This would send {target.name} {stated}.")
+    try:
+        answer = console.input("Send it? [y/N] ", markup=False)
+    except EOFError:
+        answer = ""
+    if answer.strip().lower() not in ("y", "yes"):
+        raise UsageError(f"--target {target.name}: nothing was sent.")
 
 
 def _run_workers(session: StudySession, console: Console) -> int:

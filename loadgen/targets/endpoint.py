@@ -122,7 +122,7 @@ class OpenServer(OpenTarget):
         """Read the model's name and length, then send one small request: a server that says it is healthy
         must also answer, within ``timeout`` seconds. Raises StartFailed."""
         try:
-            self._identify()
+            self.identify()
             body = {"model": self.model, "prompt": "Hello", "max_tokens": 2, "temperature": 0}
             answer = self._http.post("/v1/completions", body, timeout)
         except NoAnswer as error:
@@ -153,7 +153,8 @@ class OpenServer(OpenTarget):
         """True when our process is gone; False for a server that is not ours."""
         return self._process is not None and self._process.poll() is not None
 
-    def _identify(self) -> None:
+    def identify(self) -> None:
+        """Read the model's name and length and the server's version. Raises NoAnswer."""
         content = self._http.get("/v1/models", _TOLD_TIMEOUT).json()
         models = content.get("data") if isinstance(content, dict) else None
         if models and isinstance(models[0], dict):
@@ -195,6 +196,15 @@ class EndpointTarget(Target):
     def launch_command(self, config: Mapping[str, Any]) -> str:
         """The flags only: how the server is launched is not known."""
         return shlex.join(render({**self._flags, **config}))
+
+    def context_length(self) -> int | None:
+        """In tokens, as the server lists it; None where it does not say. Nothing is generated for it."""
+        server = OpenServer(self._http, None, self._model)
+        try:
+            server.identify()
+        except NoAnswer:
+            return None
+        return server.max_model_len
 
     @contextmanager
     def open(self, config: Mapping[str, Any]) -> Iterator[OpenServer]:

@@ -92,6 +92,14 @@ class Place:
     out: Annotated[Path | None, _option("Directory for report, records and logs. [vtune-runs/STUDY]")] = None
     start_timeout: Annotated[str, _option("How long a server may take until it is healthy.")] = "10m"
     json: Annotated[bool, typer.Option("--json", help="Print the whole report as JSON on stdout.")] = False
+    yes: Annotated[
+        bool,
+        typer.Option(
+            "--yes",
+            help="Send a server that runs already (a URL as --target) more than the small load of 2 requests "
+            "at a time for 20 s, without asking.",
+        ),
+    ] = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,8 @@ class Options:
         str | None,
         _option(
             f"{', '.join(KINDS)}, or a command with {{flags}} (and {{port}}) in it; the URL of a server "
-            "that runs, to measure and diagnose it as it is; simulated:h100 or another device. [bundled]"
+            "that runs, to measure and diagnose it as it is with a small load: at most 103 requests, 2 at a "
+            "time, for 20 s (more is asked about, see --yes); simulated:h100 or another device. [bundled]"
         ),
     ] = None
     flags: Annotated[

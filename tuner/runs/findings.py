@@ -32,6 +32,8 @@ class TrialFinding:
     """New values of flags, in the order in which the playbook gives them; None drops a flag."""
     suppressed_by: str | None = None
     """The finding that explains this one."""
+    assumed: tuple[str, ...] = ()
+    """Flags that the prescriptions rest on and that neither was given nor the server told."""
 
     @classmethod
     def of(cls, finding: Finding) -> Self:
@@ -42,11 +44,13 @@ class TrialFinding:
             evidence={item.signal: item.value for item in finding.evidence},
             prescriptions=tuple(dict(p.changes) for p in finding.prescriptions if p.changes),
             suppressed_by=finding.suppressed_by,
+            assumed=tuple(dict.fromkeys(name for p in finding.prescriptions for name in p.uncertain)),
         )
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        return cls(**{**data, "prescriptions": tuple(data["prescriptions"])})
+        kinds = {name: tuple(data.get(name, ())) for name in ("prescriptions", "assumed")}
+        return cls(**{**data, **kinds})
 
 
 def examine(

@@ -66,6 +66,8 @@ class GeneratedLoad:
     seconds: float
     rate: float | None = None
     concurrency: int | None = None
+    most: int | None = None
+    """Requests of a run in a closed loop at most; a faster server ends the run early."""
 
     @property
     def arrival(self) -> Arrival:
@@ -97,17 +99,15 @@ class GeneratedLoad:
     def _drawn(self, first: int, second: int) -> tuple[Schedule, Schedule]:
         """An open loop is drawn whole, from the first seed."""
         if self.rate is None:
-            short = self._closed(first, SHORT_SHARE * self.seconds, WARMUP_REQUESTS)
-            return short, self._closed(second, (1 - SHORT_SHARE) * self.seconds, 0)
+            short = self._closed(first, SHORT_SHARE, WARMUP_REQUESTS)
+            return short, self._closed(second, 1 - SHORT_SHARE, 0)
         return cut(self._open(first), round(SHORT_SHARE * self._count))
 
     def confirmation_seeds(self, pairs: int) -> list[int]:
         return Seeds(self.seed).confirmation(pairs)
 
     def confirmation(self, seed: int) -> Schedule:
-        return (
-            self._open(seed) if self.rate is not None else self._closed(seed, self.seconds, WARMUP_REQUESTS)
-        )
+        return self._open(seed) if self.rate is not None else self._closed(seed, 1.0, WARMUP_REQUESTS)
 
     @property
     def unit(self) -> str:
@@ -126,8 +126,15 @@ class GeneratedLoad:
             seed=seed, arrival=self.arrival, num_requests=self._count, warmup=WARMUP_REQUESTS
         )
 
-    def _closed(self, seed: int, seconds: float, warmup: int) -> Schedule:
-        return self.workload.schedule(seed=seed, arrival=self.arrival, duration=seconds, warmup=warmup)
+    def _closed(self, seed: int, share: float, warmup: int) -> Schedule:
+        """``share`` of a run."""
+        return self.workload.schedule(
+            seed=seed,
+            arrival=self.arrival,
+            num_requests=None if self.most is None else max(1, round(share * self.most)),
+            duration=share * self.seconds,
+            warmup=warmup,
+        )
 
     @property
     def description(self) -> str:

@@ -34,6 +34,7 @@ from tuner.space.file import SpaceFile, read_space_file
 from tuner.space.space import SPECULATION, Surroundings, build_space, effective
 from tuner.study.budget import parse_seconds
 from tuner.study.regression import Recommendation, read_previous
+from tuner.study.running_server import SMALL_CONCURRENCY
 from tuner.study.target import check_target, started_as
 
 RUNS = Path("vtune-runs")
@@ -183,7 +184,17 @@ def _completed(asked: Mapping[str, Any]) -> Job:
         peak = job.loads[-1]  # what must hold holds there
         saturated = parse_slo(job.slo).saturated
         job = replace(job, concurrency=round(peak)) if saturated else replace(job, rate=peak)
+    if job.running:
+        job = _gentle(job)
     return job
+
+
+def _gentle(job: Job) -> Job:
+    """A server that is not ours gets a small load unless one is asked for, and none beyond the budget."""
+    if job.replay is None and job.rate is None and job.concurrency is None:
+        job = replace(job, concurrency=SMALL_CONCURRENCY)
+    seconds = job.run_seconds or DEFAULT_RUN_SECONDS
+    return replace(job, run_seconds=seconds if job.budget is None else min(seconds, job.budget))
 
 
 def _check_load(asked: Mapping[str, Any]) -> None:

@@ -24,6 +24,7 @@ from tuner.runs.replay import ReplayLoad, read_replay
 from tuner.space.knobs import started_with
 from tuner.space.space import Surroundings, effective
 from tuner.study.budget import PAUSE_SECONDS
+from tuner.study.running_server import most_requests, small_scale
 from tuner.study.trial import Bench
 
 FALLBACK_CONTEXT_TOKENS = 4096
@@ -68,7 +69,10 @@ class LoadSelection:
         if self.trace is not None:
             return self._replayed(profile)
         workload = self.workload(profile.max_model_len, profile.scale)
-        return GeneratedLoad(workload, self.job.seed, profile.run_seconds, profile.rate, profile.concurrency)
+        load = GeneratedLoad(workload, self.job.seed, profile.run_seconds, profile.rate, profile.concurrency)
+        if not self.job.running or load.concurrency is None:
+            return load
+        return replace(load, most=most_requests(load.concurrency, load.seconds))
 
     def levels(self, profile: Profile) -> tuple[float, ...]:
         """Levels of load to compare configs at, once there is a best one; rising, () for none."""
@@ -107,6 +111,8 @@ class LoadSelection:
     def profile(self, server: OpenTarget) -> Profile:
         """Ask and time the server. Raises RunFailed, Stuck, KeyboardInterrupt."""
         job, observer = self.job, self.bench.observer
+        if job.running:
+            return self.untimed_profile(server.max_model_len)
         context = server.max_model_len or self.assumed_profile().max_model_len
         observer.step("timing a lone request")
         alone = time_alone(server, context, job.seed, self.bench.run)
@@ -175,6 +181,13 @@ class LoadSelection:
         )
         memory = told.memory.to_json() if told.memory else None
         return {"version": told.version or "", "known": dict(told.flags), "memory": memory}
+
+    def untimed_profile(self, max_model_len: int | None) -> Profile:
+        """Of a server that is not ours, which gets the stated load alone: nothing is timed on it."""
+        known = self.assumed_profile()
+        context = max_model_len or known.max_model_len
+        scale = self.job.scale or small_scale(self.job.workload, context)
+        return replace(known, max_model_len=context, start_seconds=0.0, scale=scale)
 
     def assumed_profile(self) -> Profile:
         """For a baseline that does not come up: what the job and the program say."""

@@ -175,7 +175,7 @@ class Optimizer:
         except ServerFailed as failure:
             self._begin(self.load_selection.assumed_profile())
             proposal = self._proposed_baseline()
-            attempt = Attempt(self.bench, proposal)
+            attempt = Attempt(self.bench, proposal, self.job.flags)
             attempt.begun = began  # a server that hangs as it starts has cost its time
             self._tell(proposal, attempt.failed(str(failure), failure.log_tail))
 
@@ -231,6 +231,8 @@ class Optimizer:
     def _ask_prior(self) -> None:
         """Give the search a simulation to begin with. What that takes is spent from the budget."""
         strategy = self.study.strategy
+        if not self.bench.target.restartable:  # it is not searched
+            return
         if not isinstance(strategy, ModelStrategy) or not self.load_selection.known(self.profile):
             return
         with self.spending("simulation"):

@@ -172,13 +172,20 @@ def as_it_runs(baseline: TrialResult, server: str, slo: Slo, ended: str) -> Outc
     findings = [f for f in baseline.findings if f.severity != "info" and f.suppressed_by is None]
     told = "; ".join(f"{f.title} ({f.id})" for f in findings) or "no finding"
     tries = [" ".join(render(flags)) for f in findings for flags in f.prescriptions]
+    assumed = ", ".join(dict.fromkeys(name for f in findings for name in f.assumed if f.prescriptions))
     sentence = (
         f"{server} was measured as it runs and not restarted: {describe_trial(baseline, slo.objective)}. "
         f"The doctor: {told}"
     )
     if cures := "; ".join(filter(None, tries)):
         sentence += (
-            f". It prescribes: {cures}. To try that, give the command that starts the server as --target"
+            f". It prescribes: {cures}"
+            + (
+                f" (from values that are assumed, not known, of {assumed}: say them with --flags)"
+                if assumed
+                else ""
+            )
+            + ". To try that, give the command that starts the server as --target"
         )
     return Outcome("measured", sentence, ended)
 

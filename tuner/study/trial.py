@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from loadgen.measure.record import Records
+from loadgen.measure.record import Failure, Records
 from loadgen.plan.load_policy import Progress
 from loadgen.plan.workload import Schedule
 from loadgen.target import CLIENT_KILLED, OpenTarget, Target, TargetFailed
@@ -20,6 +20,7 @@ from servers.kinds import VLLM
 from tuner.runs.findings import examine
 from tuner.runs.interrupts import Interrupts
 from tuner.runs.load import Traffic, load_seconds
+from tuner.runs.load_watch import LoadWatch
 from tuner.runs.measure import Run, measure
 from tuner.runs.result import SERVES, Measurement, Status, TrialResult
 from tuner.runs.rungs import reason_to_stop
@@ -69,6 +70,8 @@ class Bench:
     """Where records are written."""
     kind: ServerKind | None = VLLM
     """Whose flags and metrics the doctor reads; None: as the metrics look."""
+    watch: LoadWatch = field(default_factory=LoadWatch)
+    """Ends loads on a server that is not ours."""
 
     def run(self, server: OpenTarget, schedule: Schedule) -> Records:
         """One load. Raises RunFailed, KeyboardInterrupt, and Stuck when it takes far too long."""
@@ -79,8 +82,16 @@ class Bench:
             def progress(report: Progress) -> None:
                 watchdog.answered(report.finished)
                 self.observer.load(report)
+                if not self.target.restartable:
+                    self.watch.failed(report.failed, stop)
 
-            records = server.run(schedule, progress=progress, stop=stop)
+            ours = self.target.restartable
+            with nullcontext() if ours else self.watch.watching(server.scrape, stop):
+                records = server.run(schedule, progress=progress, stop=stop)
+            if not ours:  # some failures are known only once the answers are read
+                self.watch.failed(
+                    sum(not r.ok and r.failure is not Failure.CANCELLED for r in records.requests), stop
+                )
         if watchdog.exhausted and records.partial:
             if not seconds:
                 raise Stuck(f"no request of {len(schedule.requests)} was answered for {limit:.0f} s")
@@ -109,7 +120,7 @@ class Bench:
         ``load_for`` decides on the load once there is a server to ask. Raises SetupFailed and
         KeyboardInterrupt; whatever a server does is a result.
         """
-        attempt = Attempt(self, proposal)
+        attempt = Attempt(self, proposal, flags)
         try:
             if server is not None:
                 attempt.begun -= server.start_seconds  # so that every trial's cost includes its start
@@ -156,6 +167,8 @@ class Attempt:
 
     bench: Bench
     proposal: Proposal
+    flags: Mapping[str, Any]
+    """As given to the server, or said to be."""
     begun: float = field(init=False)
     """On the target's clock."""
     start_seconds: float = 0.0
@@ -175,7 +188,7 @@ class Attempt:
         if broken:
             return self.failed(broken, server.log_tail())
         short = measure(self.runs, criteria.slo)
-        reason = reason_to_stop(
+        reason = self.bench.watch.reason or reason_to_stop(
             short,
             criteria.short_bounds,
             criteria.slo.objective,
@@ -187,8 +200,8 @@ class Attempt:
         broken = self._rung(server, rest, "load 2 of 2")
         if broken:
             return self.failed(broken, server.log_tail())
-        whole = measure(self.runs, criteria.slo)
-        return self._measured(server, "measured", "", short, whole, criteria)
+        whole, ended = measure(self.runs, criteria.slo), self.bench.watch.reason
+        return self._measured(server, "stopped" if ended else "measured", ended, short, whole, criteria)
 
     def _rung(self, server: OpenTarget, schedule: Schedule, what: str) -> str:
         """Run one rung; returns what is wrong with the server, "" for nothing."""
@@ -198,11 +211,19 @@ class Attempt:
         loaded = max((request.end for request in records.requests), default=0) / 1e9
         self.spent["load"] += loaded
         self.spent["warm-up"] += max(0.0, self.bench.target.clock() - began - loaded)
-        self.runs.append(Run(records, load_seconds(schedule)))
+        planned = load_seconds(schedule)  # a load that ended early says nothing of the rest
+        self.runs.append(Run(records, min(planned, loaded) if loaded else planned))
         path = Path("trials") / f"{self.proposal.number:03d}-{len(self.runs)}.json"
         records.save(self.bench.out / path)
         self.files.append(str(path))
-        return _broken(self.runs[-1].whole)
+        broken, ended = _broken(self.runs[-1].whole), self.bench.watch.reason
+        if not ended:
+            return broken
+        return (
+            ""
+            if any(r.ok for run in self.runs for r in run.records.requests)
+            else f"{ended}; none was answered"
+        )
 
     def failed(self, reason: str, log_tail: str) -> TrialResult:
         return self._result("failed", reason, violations={SERVES: 1.0}, log_tail=log_tail)
@@ -219,7 +240,9 @@ class Attempt:
         bounds = criteria.short_bounds if status == "stopped" else criteria.bounds
         scrapes = [scrape for run in self.runs for scrape in run.records.scrapes]
         figures = read_figures(scrapes, server.log_tail(200))
-        given = {flag: value for flag, value in self.proposal.config.items() if value is not None}
+        ours = self.bench.target.restartable  # then what is not given has the default of its kind
+        known = self.proposal.config if ours else self.flags
+        given = {flag: value for flag, value in known.items() if value is not None}
         findings, unexamined = examine(scrapes, given, criteria.slo.bounds, self.bench.kind)
         return self._result(
             status,

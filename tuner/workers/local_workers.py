@@ -153,6 +153,7 @@ def local_workers(
         command = [
             sys.executable, "-c", "import vtune_cli; vtune_cli.main()", "optimize", "--study", study,
             "--out", str(out / name), "--start-timeout", f"{start_timeout:.0f}s", *connection.words(),
+            "--yes",  # the user was asked before
         ]  # fmt: skip
         environment = {STORAGE_VARIABLE: url, **connection.environment()}
         if devices is not None:

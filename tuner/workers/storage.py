@@ -350,6 +350,11 @@ def open_study(storage: optuna.storages.BaseStorage, name: str, objective: Objec
     return create_study(storage, name, objective) or optuna.load_study(study_name=name, storage=storage)
 
 
+def has_results(study: optuna.Study) -> bool:
+    """Whether a trial of it came to something."""
+    return any("result" in trial.user_attrs for trial in study.get_trials(deepcopy=False))
+
+
 def has_job(record: optuna.Study, sleep: Callable[[float], None] = time.sleep) -> bool:
     """Whether the study says what it is for; False for one whose creator died before it had said so.
 

@@ -30,7 +30,7 @@ def back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["--slo", ""], "expected a metric"),
         (["--target", "nonsense"], "unknown. Give bundled, vllm, "),
         (["--target", "http://"], "no server URL"),
-        (["--target", "http://127.0.0.1:1", "--rate", "1"], "http://127.0.0.1:1/health: Connection refused"),
+        (["--target", "http://127.0.0.1:1"], "http://127.0.0.1:1/health: Connection refused"),
         (["--target", "sglang", "--vary", "long_prefill_token_threshold"], "SGLang has no such flag"),
         (["--target", "x -m sglang.launch_server --chunked-prefill-size 4 {flags}"], "move it to --flags"),
         (["--flags", "vtune serve --max-num-seq 4"], "(did you mean --max-num-seqs?)"),
