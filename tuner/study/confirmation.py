@@ -89,8 +89,8 @@ def assess(
 
     ``seconds``: the length of each seed's load. ``confidence``: of every interval.
 
-    Where the baseline itself misses the SLO, holding it is what counts, and no gain is asked of the
-    objective.
+    Where the baseline itself misses the SLO, in its trial and in these pairs, holding it is what counts, and
+    no gain is asked of the objective.
     """
     judged = judge_pairs(comparison.pairs, slo, seconds, trial, baseline_feasible, confidence)
     return replace(judged, together=comparison.together, notes=(*comparison.notes, *judged.notes))
@@ -139,6 +139,8 @@ def assess_pooled(
         for name, (a, b) in values.items()
     }
     left = _left_by_the_load(slo, baseline, candidate) if baseline_feasible else None
+    # In its one trial it may have missed by the draw of the requests alone.
+    baseline_feasible |= all(v <= 0 for v in baseline.violations(slo.bounds).values())
     problems = [
         _missed(bound, candidate, values[bound.name][1], confidence)
         for bound in slo.bounds

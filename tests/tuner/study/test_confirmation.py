@@ -127,6 +127,14 @@ def test_where_the_baseline_misses_the_slo_holding_it_is_enough() -> None:
     assert "ITL ES99 is 1.23 s, the SLO asks for itl_es99 <= 500 ms" in missed.problems[0]
 
 
+def test_a_baseline_that_missed_the_slo_in_its_trial_alone_is_to_be_beaten() -> None:
+    """Its trial's backlog was the draw of the requests: a config that is slower is no remedy."""
+    worse = confirm(PRESETS["itl"], baseline_feasible=False, a=BEST, b={"max_num_batched_tokens": 768})
+    assert not worse.confirmed
+    assert any("no proven gain" in problem for problem in worse.problems)
+    assert confirm(PRESETS["itl"], baseline_feasible=False).confirmed
+
+
 def test_a_bound_that_is_only_just_held_is_not_held() -> None:
     noise = {0: 0.9, 1: 1.0, 2: 1.1}
 
