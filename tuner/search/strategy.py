@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 
 import optuna
 
-from servers.slo.bounds import Bound
+from loadgen.measure.estimator import floor_of
+from servers.slo.bounds import COUNTS, Bound
 from servers.slo.objective import Objective, RelativeBound
-from tuner.runs.result import BASELINE, TrialResult
+from tuner.runs.result import BASELINE, SERVES, TrialResult
 from tuner.search.repeats import merge_repeats
 from tuner.space.space import Config, Space, Value, config_key
 
@@ -197,22 +198,29 @@ class StaircaseStrategy(Strategy):
 def by_measurement(history: History) -> list[TrialResult]:
     """Feasible configs, the best first.
 
-    Those that keep MIN_SLACK to every bound come first, for one measurement does not tell a bound that is
-    just held from one that is just missed. Then the objective decides, and of those that tie with the best
-    the one with fewest changes; the user's own is the best unless another one is better.
+    Those that keep a distance that counts to every bound come first (see ``floor_of``), for one measurement
+    does not tell a bound that is just held from one that is just missed. Then the objective decides, and of
+    those that tie with the best the one with fewest changes; the user's own is the best unless another one is
+    better.
     """
     objective, space = history.objective, history.space
     feasible = [r for r in merge_repeats(history.results) if r.feasible and math.isfinite(r.value(objective))]
     own = [r for r in feasible if not space.changes(r.config)][:1]
     others = [r for r in feasible if space.changes(r.config)]
-    ordered = sorted(others, key=lambda r: (r.slack < MIN_SLACK, _cost(r, objective)))
+    ordered = sorted(others, key=lambda r: (not _keeps_distance(r), _cost(r, objective)))
     if ordered:
         top = ordered[0]
-        near = [r for r in ordered if r.slack >= min(MIN_SLACK, top.slack) and _tied(r, top, objective)]
+        near = [r for r in ordered if _keeps_distance(r) >= _keeps_distance(top) and _tied(r, top, objective)]
         first = min(near, key=lambda r: (len(space.changes(r.config)), ordered.index(r)))
         ordered = [first, *(r for r in ordered if r is not first)]
     better = 1 if ordered and own and _cost(ordered[0], objective) < _cost(own[0], objective) else 0
     return [*ordered[:better], *own, *ordered[better:]]
+
+
+def _keeps_distance(result: TrialResult) -> bool:
+    """Whether every bound but those of counts is held by a change that counts."""
+    distances = {name: -v for name, v in result.violations.items() if name not in (SERVES, *COUNTS)}
+    return all(distance >= floor_of(name) for name, distance in distances.items())
 
 
 def best_so_far(
