@@ -101,7 +101,7 @@ def gpu(
 CELLS = (
     two_cores("mixed", "itl", 1.7, 0.122, {TOKENS: 512, SEQS: 16}, "15m"),
     two_cores("chat", "ttft", 2.0, 0.25, {SEQS: 6}, "15m"),
-    two_cores("rag", "ttft_p95<6s,itl_p99<600ms", 0.28, 0.25, {SEQS: 1}, "40m"),
+    two_cores("rag", "ttft_p95<9s,itl_p99<600ms", 0.28, 0.25, {SEQS: 1}, "40m"),
     gpu("h100", "mixed", "itl", 8.0),
     gpu("h100", "chat", "ttft", 20.0, {SEQS: 32}),
     gpu("h100", "rag", "ttft_p95<2s,itl_p99<300ms", 2.2, {SEQS: 8}),
