@@ -66,3 +66,12 @@ def test_a_short_rung_without_the_stalls_of_the_whole_stops_nothing() -> None:
     assert reason_to_stop(measured, (), ITL, best).startswith("out of reach")
     assert reason_to_stop(measured, (), ITL, best, short(itl_es99=(0.312, 3000, 0.3, 0.33))) == ""
     assert reason_to_stop(measured, (), ITL, best, short(itl_es99=(0.025, 3000, 0.02, 0.03))) != ""
+
+
+def test_exactly_the_margin_and_exactly_the_limit_stop_nothing() -> None:
+    best = short(itl_es99=(1.0, 1000, 0.9, 1.1))
+    assert reason_to_stop(short(itl_es99=(1.5, 1000, 1.15, 2.0)), (), ITL, best) == ""
+    assert reason_to_stop(short(itl_es99=(1.5, 1000, 1.16, 2.0)), (), ITL, best) != ""
+    measured = short(ttft_es95=(0.9, 100, 0.5, 1.2), failed=(2.0, 50))
+    bounds = (Bound("ttft_es95", "<=", 0.5), Bound("failed", "<=", 2))
+    assert reason_to_stop(measured, bounds, ITL, None) == ""

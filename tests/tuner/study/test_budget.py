@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from tuner.job.job import UsageError
+from tuner.job.job import Job, UsageError
+from tuner.runs.result import TrialResult
 from tuner.study.budget import (
     MAX_PAIRS,
     MAX_RESERVED_PAIRS,
@@ -18,9 +19,18 @@ from tuner.study.budget import (
 
 @pytest.mark.parametrize(
     ("text", "seconds"),
-    [("90", 90), ("90s", 90), ("10m", 600), ("10min", 600), ("1.5h", 5400), ("1h30m", 5400), ("9m30s", 570)],
+    [
+        ("90", 90),
+        ("90s", 90),
+        ("10m", 600),
+        ("10min", 600),
+        ("1.5h", 5400),
+        ("1h30m", 5400),
+        ("9m30s", 570),
+        ("0.5", 0.5),
+    ],
 )
-def test_parse_seconds(text: str, seconds: int) -> None:
+def test_parse_seconds(text: str, seconds: float) -> None:
     assert parse_seconds(text, "--budget") == seconds
 
 
@@ -31,7 +41,18 @@ def test_what_is_no_length_of_time(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(42, "42 s"), (570, "9 min 30 s"), (600, "10 min"), (7500, "2 h 5 min")]
+    ("seconds", "text"),
+    [
+        (42, "42 s"),
+        (119, "119 s"),
+        (120, "2 min"),
+        (121, "2 min 1 s"),
+        (570, "9 min 30 s"),
+        (600, "10 min"),
+        (7140, "119 min"),
+        (7200, "2 h 0 min"),
+        (7500, "2 h 5 min"),
+    ],
 )
 def test_format_seconds(seconds: int, text: str) -> None:
     assert format_seconds(seconds) == text
@@ -100,3 +121,76 @@ def test_a_budget_that_affords_no_trial_says_which_would() -> None:
     assert short.affordable_trials == 0
     assert "Give --budget 8m" in short.shortage
     assert plan(budget_seconds=480.0).affordable_trials >= 5
+
+
+def after(status: Any = "measured", total: float = 40.0, levels: float = 0.0, **job: Any) -> Plan:
+    seconds = {"start": 6.0, "total": total}
+    baseline = TrialResult(0, {}, "baseline", status, seconds=seconds)
+    return Plan.after(
+        baseline, Job(**job), run_seconds=20.0, levels_seconds=levels, spent_seconds=50.0, exclusive=True
+    )
+
+
+def test_the_plan_goes_by_what_the_baseline_took() -> None:
+    made = after(budget=1000.0, trials=9)
+    assert (made.start_seconds, made.trial_seconds, made.run_seconds) == (6.0, 40.0, 20.0 + 14.0 / 2)
+    assert (made.budget_seconds, made.max_trials, made.spent_seconds) == (1000.0, 9, 50.0)
+    assert made.pairs == choose_pairs(1000.0, 6.0, 27.0, exclusive=True) == 7
+    assert made.exclusive
+    short = after(total=10.0, budget=1000.0)
+    assert (short.trial_seconds, short.run_seconds) == (20.0, 20.0)
+
+
+def test_pairs_that_are_asked_for_are_planned_and_none_of_a_baseline_that_failed() -> None:
+    assert after(pairs=5).pairs == 5
+    assert after(status="failed", pairs=5).pairs == 0
+
+
+def test_time_is_kept_for_other_loads_only_where_they_are_measured() -> None:
+    assert after(budget=1000.0).loads_seconds == 0.0
+    assert after(budget=None, levels=30.0).loads_seconds == 0.0
+    assert after(budget=1000.0, levels=30.0).loads_seconds == 3 * (6 + 30)
+    assert after(budget=400.0, levels=30.0).loads_seconds == 0.25 * 400
+
+
+def test_the_search_has_what_is_left_beside_all_that_is_kept() -> None:
+    assert plan(loads_seconds=100.0).search_seconds == 600 - 60 - plan().confirm_seconds - 100
+    assert plan(spent_seconds=599.0).search_seconds == 0.0
+    assert plan(pairs=0).confirm_seconds == 0.0
+    assert plan(pairs=1).confirm_seconds == 64.0
+    assert plan(trial_seconds=0.5).affordable_trials == (2 * (600 - 60 - 226))
+    assert plan(trial_seconds=0.0, max_trials=4).affordable_trials == 4
+
+
+def test_the_shares_and_limits_of_a_plan() -> None:
+    assert (MIN_PAIRS, MAX_RESERVED_PAIRS, MAX_PAIRS) == (3, 8, 16)
+    assert choose_pairs(2 * (10 + 4 * 54.0), 5.0, 25.0) == 4
+    assert choose_pairs(2 * (10 + 4 * 54.0) - 1, 5.0, 25.0) == 3
+
+
+def test_a_clock_counts_from_what_was_spent_and_follows_a_faster_one() -> None:
+    now = [1000.0]
+    fresh, clock = Clock(now=lambda: now[0]), Clock(30.0, lambda: now[0])
+    now[0] += 5
+    assert (fresh.spent, clock.spent) == (5.0, 35.0)
+    clock.advance_to(20.0)
+    assert clock.spent == 35.0
+    clock.advance_to(50.0)
+    assert clock.spent == 50.0
+
+
+def test_a_shortage_counts_five_trials_beside_all_that_is_kept() -> None:
+    wanted = (60 + 226 + 120 + 5 * 35) / 60
+    assert f"Give --budget {math.ceil(wanted)}m" in plan(loads_seconds=120.0).shortage
+    assert "Give --budget 10m" in plan(spent_seconds=199.0).shortage
+    assert "Give --budget 11m" in plan(spent_seconds=200.0).shortage
+
+
+def test_the_plan_names_the_other_loads_and_what_is_proven_at_once() -> None:
+    assert "90 s for other loads" in plan(loads_seconds=90.0).describe()
+    assert "other loads" not in plan().describe()
+    at_once = "no trial is affordable"
+    assert at_once not in plan(budget_seconds=60 + 226 + 36.0).describe()
+    assert at_once in plan(budget_seconds=60 + 226 + 34.0).describe()
+    assert "in up to 4 pairs" in plan(budget_seconds=60 + 226 + 34.0).describe()
+    assert at_once not in plan(budget_seconds=62.0, pairs=0).describe()

@@ -6,7 +6,7 @@ import pytest
 from analytic_target import AnalyticTarget
 
 from loadgen.compare import compare
-from loadgen.measure.estimator import Estimate
+from loadgen.measure.estimator import Estimate, estimate
 from loadgen.measure.stats import Summary
 from loadgen.plan.workload import Length, RequestClass, Workload, preset
 from servers.slo.bounds import Bound, name_of
@@ -15,6 +15,7 @@ from tuner.runs.load import GeneratedLoad, load_seconds
 from tuner.runs.result import Measurement, Reading
 from tuner.study.confirmation import (
     GUARD_SHARE,
+    Confirmation,
     assess,
     assess_pooled,
     compared,
@@ -210,3 +211,139 @@ def test_a_bound_is_held_so_far_towards_the_worse_end(
     assert holds(bound, 1.0, *interval, 1.0) == all_of_it
     low, high = (1 / end if end else math.inf for end in reversed(interval))
     assert holds(Bound("throughput", ">=", 1 / 1.2), 1.0, low, high, GUARD_SHARE) == near
+
+
+SCATTERED = [1.3, 0.95, 1.2, 1.1]
+"""A gain of 13 % in the mean, whose interval does not exclude a loss."""
+
+
+def judge(
+    slo: Slo,
+    b: Any,
+    feasible: bool = True,
+    before: Any = None,
+    after: Any = None,
+    confidence: float = 0.95,
+) -> Confirmation:
+    """Of four pairs, ``b`` by figure: the baseline has 1 throughout. Counts: ``before``, ``after``."""
+    names = [name_of(metric, cls) for metric, cls in compared(slo)]
+    values = {name: ([1.0] * 4, list(b.get(name, [1.0] * 4))) for name in names}
+    counts = {"failed": 0.0, "backlog": 0.0}
+
+    def side(given: Any) -> Measurement:
+        found = {**dict.fromkeys(names, 1.0), **counts, **(given or {})}
+        return Measurement({name: Reading(value, 60) for name, value in found.items()}, 60.0)
+
+    return assess_pooled(values, side(before), side(after), slo, 7, feasible, confidence)
+
+
+@pytest.mark.parametrize(
+    ("values", "confirmed", "hopeless"),
+    [
+        ([1.06] * 4, True, False),
+        ([1.04] * 4, False, True),
+        ([0.9] * 4, False, True),
+        (SCATTERED, False, False),
+    ],
+    ids=["a proven gain", "a proven gain that is too small", "a loss", "a gain that is not proven"],
+)
+def test_a_gain_must_be_both_proven_and_large(values: list[float], confirmed: bool, hopeless: bool) -> None:
+    more = judge(PRESETS["throughput"], {"throughput": values})
+    less = judge(PRESETS["itl"], {"itl_es99": [1 / value for value in values]})
+    assert [(side.confirmed, side.hopeless) for side in (more, less)] == [(confirmed, hopeless)] * 2
+    assert (more.settled, more.pairs, more.notes) == (confirmed or hopeless, 4, ())
+
+
+GAIN = {"itl_es99": [0.5, 0.51, 0.5, 0.51]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "hopeless", "problem"),
+    [
+        ({}, False, ""),
+        ({"ttft_es95": [1.25, 1.3, 1.28, 1.27]}, True, "TTFT ES95"),
+        ({"ttft_es95": [1.0, 1.4, 1.15, 1.1]}, False, "its interval reaches beyond"),
+        ({"throughput": [0.8, 0.82, 0.81, 0.8]}, True, "throughput "),
+        ({"throughput": [1.0, 0.8, 0.95, 0.93]}, False, "its interval reaches beyond"),
+    ],
+    ids=["none", "surely too late", "perhaps too late", "surely too slow", "perhaps too slow"],
+)
+def test_a_relative_bound_is_hopeless_where_all_of_its_interval_misses_it(
+    changes: Any, hopeless: bool, problem: str
+) -> None:
+    judged = judge(PRESETS["itl"], {**GAIN, **changes})
+    assert judged.hopeless == hopeless
+    assert judged.confirmed == (not problem)
+    assert problem in " ".join(judged.problems)
+
+
+def test_whether_bounds_surely_hold_is_said_of_the_whole_interval_of_each() -> None:
+    relative = PRESETS["itl"].relative
+    assert judge(PRESETS["itl"], {"ttft_es95": [1.1, 1.12, 1.1, 1.12]}).surely_holds(relative)
+    reaching = judge(PRESETS["itl"], {"ttft_es95": [1.08, 1.2, 1.15, 1.1]})
+    assert reaching.change("ttft_es95").high == pytest.approx(1.227, abs=0.03)
+    assert reaching.confirmed is False
+    assert not reaching.surely_holds(relative)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "feasible", "hopeless"),
+    [
+        ({}, {"failed": 1.0}, True, True),
+        ({}, {"backlog": 1.0}, True, True),
+        ({"backlog": 1.0}, {"backlog": 1.0}, True, False),
+        ({"backlog": 1.0}, {"backlog": 1.0}, False, True),
+        ({"backlog": 1.0}, {"backlog": 1.0, "failed": 1.0}, True, True),
+    ],
+    ids=["failed", "backlog", "the loads'", "the loads' and the baseline's", "failed beside the loads'"],
+)
+def test_requests_that_fail_are_hopeless_and_a_backlog_of_the_loads_is_not(
+    before: Any, after: Any, feasible: bool, hopeless: bool
+) -> None:
+    judged = judge(PRESETS["itl"], GAIN, feasible, before, after)
+    assert judged.hopeless == hopeless
+    assert judged.confirmed == (not hopeless)
+
+
+def test_a_latency_that_is_missed_is_not_hopeless() -> None:
+    slo = parse_slo("itl_p99<900ms")
+    missed = judge(slo, {"goodput": [1.2] * 4})
+    assert (missed.confirmed, missed.hopeless) == (False, False)
+    assert judge(slo, {"goodput": [1.2] * 4, "itl_p99": [0.5] * 4}).confirmed
+
+
+def test_counts_are_those_of_all_runs_together_and_have_no_ratio() -> None:
+    failed = judge(
+        PRESETS["itl"], {"failed": [1.0, 2.0, 1.0, 1.0]}, before={"failed": 2.0}, after={"failed": 5.0}
+    )
+    assert failed.change("failed") == Estimate("failed", 4, 2.0, 5.0)
+
+
+def test_intervals_have_the_confidence_that_is_asked_for() -> None:
+    slo, values = parse_slo("itl_p99<1500ms"), {"goodput": [1.2] * 4, "itl_p99": [1.0, 1.1, 1.2, 1.1]}
+    names = [name_of(metric, cls) for metric, cls in compared(slo)]
+    plain = judge(slo, values)
+    assert plain.confirmed
+    assert plain.change("itl_p99") == estimate("itl_p99", [1.0] * 4, values["itl_p99"], 0.95)
+    given = {name: ([1.0] * 4, values.get(name, [1.0] * 4)) for name in names}
+    assert assess_pooled(given, plain.baseline, plain.candidate, slo, 7, True).changes == plain.changes
+    wide = judge(slo, values, confidence=0.9999)
+    assert wide.change("itl_p99").high > 1.8
+    assert "its interval reaches beyond the limit" in wide.problems[0]
+
+
+def test_a_run_without_the_figure_leaves_it_to_all_runs_together() -> None:
+    slo = parse_slo("itl_p99<1500ms")
+    assert judge(slo, {"goodput": [1.2] * 4, "itl_p99": [1.0, math.nan, 1.0, 1.0]}).confirmed
+
+
+def test_a_class_is_compared_by_itself_and_one_that_the_load_lacks_is_not() -> None:
+    name = LOAD.workload.classes[0].name
+    own = confirm(parse_slo(f"ttft_p95{{class={name}}}<100s"))
+    assert 0 < own.change(f"ttft_p95{{class={name}}}").ratio < math.inf
+    other = confirm(parse_slo("ttft_p95{class=other}<100s"))
+    assert math.isnan(other.change("ttft_p95{class=other}").a)
+
+
+def test_looks_of_the_largest_confirmation() -> None:
+    assert looks(16) == (4, 6, 8, 12, 16)
