@@ -33,11 +33,11 @@ from benchmarks.tuner.equivalent_mutants import EQUIVALENT
 STUDY, SEARCH = "tests/tuner/study/test_", "tests/tuner/search/test_"
 TESTS: dict[str, tuple[str, ...]] = {
     "tuner/study/confirmation.py": (f"{STUDY}confirmation.py",),
-    "tuner/study/candidate_confirmation.py": (f"{STUDY}optimize.py",),
+    "tuner/study/candidate_confirmation.py": (f"{STUDY}candidate_confirmation.py",),
     "tuner/study/outcome.py": (f"{SEARCH}repeats.py", f"{STUDY}optimize.py"),
     "tuner/study/final_trials.py": (f"{SEARCH}repeats.py", f"{STUDY}optimize.py"),
     "tuner/study/first_trials.py": (f"{STUDY}optimize.py",),
-    "tuner/study/criteria.py": (f"{STUDY}optimize.py",),
+    "tuner/study/criteria.py": (f"{STUDY}criteria.py",),
     "tuner/study/budget.py": (f"{STUDY}budget.py",),
     "tuner/search/strategy.py": tuple(f"{SEARCH}{t}.py" for t in ("strategy", "repeats", "study")),
     "tuner/search/crashes.py": (f"{SEARCH}crashes.py", f"{SEARCH}inactive_knobs.py"),

@@ -83,7 +83,7 @@ def codes(*changes: dict[str, Any]) -> Any:
 
 def test_many_are_forbidden_as_each_alone_is() -> None:
     region = crashes(({"max_num_batched_tokens": 3072}, OOM), ({"gpu_memory_utilization": 0.9}, SMALL))
-    changes = {
+    changes: dict[str, dict[str, Any]] = {
         "served": {},
         "more tokens": {"max_num_batched_tokens": 4096},
         "fewer tokens": {"max_num_batched_tokens": 1024},
