@@ -252,6 +252,7 @@ def test_a_gain_must_be_both_proven_and_large(values: list[float], confirmed: bo
     less = judge(PRESETS["itl"], {"itl_es99": [1 / value for value in values]})
     assert [(side.confirmed, side.hopeless) for side in (more, less)] == [(confirmed, hopeless)] * 2
     assert (more.settled, more.pairs, more.notes) == (confirmed or hopeless, 4, ())
+    assert less.notes == ()
 
 
 GAIN = {"itl_es99": [0.5, 0.51, 0.5, 0.51]}
@@ -284,6 +285,8 @@ def test_whether_bounds_surely_hold_is_said_of_the_whole_interval_of_each() -> N
     assert reaching.change("ttft_es95").high == pytest.approx(1.227, abs=0.03)
     assert reaching.confirmed is False
     assert not reaching.surely_holds(relative)
+    near = judge(PRESETS["itl"], {"ttft_es95": [1.06, 1.16, 1.11, 1.11]})
+    assert near.surely_holds(relative)
 
 
 @pytest.mark.parametrize(
