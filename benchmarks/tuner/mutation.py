@@ -214,23 +214,26 @@ def rewrite(old: Any, new: Any) -> None:
 
 
 class Trials:
-    """A pytest plugin: runs what was collected once as it is, then for each mutant, each time in a fork."""
+    """A pytest plugin: runs what was collected for the file's own code, then for each mutant, in forks."""
 
     def __init__(self, file: str, chosen: Sequence[tuple[Mutant, CodeType]]) -> None:
-        self.module, self.chosen = file.removesuffix(".py").replace("/", "."), chosen
+        self.file, self.chosen = file, chosen
+        self.module = file.removesuffix(".py").replace("/", ".")
         self.survivors: list[Mutant] = []
         self.sound = False
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """None goes on with pytest's own loop, which is what a fork does."""
+        """None goes on with pytest's own loop, which is what a fork does. The file's own code is installed
+        first as a mutant's is, so that tests which fail for the installing are no kills.
+        """
         module = import_module(self.module)
+        own = compile(Path(self.file).read_text(), self.file, "exec")
         begun = time.monotonic()
-        for number, (mutant, code) in enumerate(((None, None), *self.chosen)):
+        for number, (mutant, code) in enumerate(((None, own), *self.chosen)):
             child = os.fork()
             if child == 0:
-                if code is not None:
-                    install(module, code)
+                install(module, code)
                 return None
             if number == 0:
                 self.sound = passed(child, 600)
