@@ -32,7 +32,7 @@ COMMANDS = {
     "bench sweep": ("bench", "sweep", "--url", "{url}", *LOAD, "--over", "concurrency", "--at", "1,2",
                     "--repeats", "1", "--out", "out"),
     "bench compare": ("bench", "compare", "{url}", "{url}/v1", *LOAD[:-2], "--pairs", "1", "--out", "out"),
-    "optimize": ("optimize", "--target", "{url}", *TUNE, "--out", "out"),
+    "optimize": ("optimize", "--target", "{url}", *TUNE, "--yes", "--out", "out"),
     "doctor": ("doctor", "--metrics", "{url}", "--window", "1s"),
     "doctor export": ("doctor", "export", "alerts", "--metrics", "{url}"),
 }  # fmt: skip

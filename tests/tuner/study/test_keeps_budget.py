@@ -84,7 +84,6 @@ def test_a_budget_is_kept_within_a_tenth(tmp_path: Path, strategy: str, budget: 
 def test_pairs_end_when_the_gain_is_proven(tmp_path: Path) -> None:
     """Of the 16 that an hour affords."""
     _, outcome, _ = study(tmp_path, strategy="gp", budget=3600.0)
-    assert "expected to gain more" in outcome.ended
     assert outcome.confirmation.pairs in (4, 6)
 
 

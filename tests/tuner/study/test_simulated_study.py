@@ -69,10 +69,9 @@ def test_a_study_finds_the_smaller_budget_and_says_that_it_is_an_estimate(
     assert printed.startswith("ESTIMATE: ")
     assert "launch with: vllm serve" in printed
     assert "--max-num-seqs 1024" in report["rollback"]["target"], "the device's default is named"
-    for form in ("vllm", "docker", "bundled"):
-        assert f" {Path(model).parent} " in report["launch"][form], (
-            "a server takes no config.json for a model"
-        )
+    folder = Path(model).parent  # a server takes no config.json for a model
+    assert all(f" {folder} " in report["launch"][form] for form in ("vllm", "bundled"))
+    assert f" -v {folder}:/model " in report["launch"]["docker"]
 
 
 def test_a_study_is_the_same_each_time_and_its_seconds_are_simulated(
