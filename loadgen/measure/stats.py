@@ -61,7 +61,6 @@ METRICS = (
 )
 SHOWN_STATISTICS = ("mean", "p50", "p90", "p95", "p99", "es95", "es99")
 """The statistics of a metric in every table."""
-SHORTFALL = "expected shortfall: the mean of the slowest 5 % (es95) or 1 % (es99) of the samples"
 _STATISTIC = re.compile(r"(p|es)([0-9]+)")
 PARTS = ("lateness", "queue", "prefill", "elsewhere")
 """What a TTFT is made of, where the server tells its own share; they add up to it, request by request."""

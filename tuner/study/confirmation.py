@@ -212,10 +212,6 @@ def compared(slo: Slo) -> list[tuple[str, str | None]]:
     return list(dict.fromkeys([*slo.metrics, *((metric, None) for metric in always)]))
 
 
-def compared_metrics(slo: Slo) -> list[str]:
-    return [name_of(metric, cls) for metric, cls in compared(slo)]
-
-
 def words(change: Estimate) -> str:
     """``412 ms -> 138 ms (-66 % [-72, -58])``."""
     metric = change.figure.partition("{")[0]
