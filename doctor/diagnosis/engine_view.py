@@ -18,6 +18,9 @@ from servers.known_flags import Flags
 from servers.logs.log_facts import LogFacts
 from servers.reading import Missing, Number, Reading
 
+MOSTLY_PREFILL = 0.3
+"""Time in decode over time in prefill, or output over prompt tokens, below which prompts fill the steps."""
+
 
 @dataclass(frozen=True)
 class EngineView:
@@ -92,7 +95,7 @@ def engine_views(
         config = _config_of(group, configs)
         flags = server_flags.resolve(given, log, config, kind=kind, version=observation.version)
         drafts = _drafts({name: values[group] for name, values in read.items()}, queries, flags)
-        readings = {name: values[group] for name, values in read.items()} | drafts[0]
+        readings = _without_prefill({name: values[group] for name, values in read.items()} | drafts[0])
         seen.append(
             EngineView(
                 group,
@@ -132,6 +135,15 @@ def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[st
         if labels.get("instance", "") == group.instance and labels.get("engine", "") in ("", group.engine):
             return labels
     return None
+
+
+def _without_prefill(readings: Mapping[str, Reading]) -> dict[str, Reading]:
+    """No gap between tokens by Little's law while prompts fill the steps: what runs is not decoding then."""
+    ratio, measured = readings["decode_per_prefill"], isinstance(readings["itl_p50"], Number)
+    if measured or not isinstance(ratio, Number) or ratio.point > MOSTLY_PREFILL:
+        return dict(readings)
+    why = "what runs is mostly in prefill, and there is no histogram of it"
+    return {**readings, **{name: Missing(name, "empty", why) for name in ("itl_mean", "load_share")}}
 
 
 def _drafts(
@@ -180,7 +192,9 @@ def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
     # Requests wait, the KV pool has room, and running stays at its maximum: that maximum is the cap. A slot
     # is empty for a step whenever a request finishes, hence half a slot less. Two or three of them can also
     # be what a small token budget admits; then they are held by prefill and not by decoding.
-    flat = usual > 0.9 * most if most >= 4 and decode <= 1 else usual > 0.8 * most - 0.5
+    # A wide batch that only grew has a level of its own: it is flat where it is within 1.5 % of its maximum.
+    room = max(0.1 * min(most, 16), 0.015 * most)
+    flat = usual > most - room if most >= 16 or (most >= 4 and decode <= 1) else usual > 0.8 * most - 0.5
     possible = most >= flags.known["max_num_seqs"].number.low
     if possible and waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > 1):
         return flags.with_flag(server_flags.inferred("max_num_seqs", most, most, most))
@@ -226,6 +240,11 @@ def _infer_speculation(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
         tokens = float(math.ceil(round(drafted.point, 3)))
         return flags.with_flag(
             server_flags.inferred("num_speculative_tokens", tokens, drafted.point, max(tokens, 64.0))
+        )
+    if isinstance(drafts := readings["draft_tokens"], Number):  # a log counts the tokens alone
+        each = 1.0 if drafts.point > 0 else 0.0
+        return flags.with_flag(
+            server_flags.inferred("num_speculative_tokens", each, each, 64.0 if each else 0.0)
         )
     if drafted.kind == "metric":
         return flags.with_flag(server_flags.inferred("num_speculative_tokens", 0.0, 0.0, 0.0))

@@ -62,6 +62,8 @@ def told_by(name: str) -> str | None:
 _REQUIRED = ("id", "title", "severity", "when", "for", "prescribe", "expect")
 _OPTIONAL = ("cost", "titles", "explains", "show", "reproduce", "refutes")
 _REMEDY_KEYS = frozenset({"set", "unset", "do", "needs", "because"})
+FIGURE_IN_TEXT = re.compile(r"\{([^{}]+)\}")
+"""An expression in a remedy's ``because``: its value stands there in the output."""
 _DURATION = re.compile(r"[1-9]\d*[smh]")
 _TEXT_FLAGS = frozenset({"kv_cache_dtype", "scheduling_policy"})
 _SETTABLE = frozenset({*FLAG_NAMES, *_TEXT_FLAGS, "speculative_config"}) - {
@@ -323,6 +325,9 @@ class _Reader:
         if not {"set", "unset", "do"} & set(given):
             raise self.error(key, "needs one of set, unset, do")
         needs = given.get("needs", [])
+        because = None if "because" not in given else str(given["because"]).strip()
+        for figure in FIGURE_IN_TEXT.findall(because or ""):
+            self.expression(f"{key}.because", figure)
         unset = tuple(map(str, self.sequence(f"{key}.unset", given.get("unset", []))))
         for name in unset:
             self.check_settable(f"{key}.unset", name)
@@ -334,7 +339,7 @@ class _Reader:
             unset=unset,
             do=None if "do" not in given else str(given["do"]).strip(),
             needs=self.all_of(f"{key}.needs", [needs] if isinstance(needs, str) else needs),
-            because=None if "because" not in given else str(given["because"]).strip(),
+            because=because,
         )
 
     def setting(self, key: str, name: str, value: Any) -> Expression | str:

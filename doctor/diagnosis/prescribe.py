@@ -5,44 +5,47 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from re import Match
 from typing import Any
 
 from doctor.diagnosis.allowed_changes import allowed
 from doctor.diagnosis.engine_view import EngineView
 from doctor.diagnosis.finding import Prescription
-from doctor.diagnosis.playbook import Playbook, Remedy
+from doctor.diagnosis.playbook import FIGURE_IN_TEXT, Playbook, Remedy
 from doctor.diagnosis.verification_status import verification_of
 from loadgen.measure.rounding import significant
-from servers.expression import Lookup, Relation
+from servers.expression import Lookup, Relation, parse_expression
 from servers.known_flags import SWITCHES, Flags
 from servers.reading import Number, Reading
 
 
 def prescriptions(book: Playbook, view: EngineView) -> tuple[Prescription, ...]:
-    """The remedies that apply here, as exact flags."""
-    built = []
+    """The remedies that apply here, as exact flags; last those whose condition fails on the best figures."""
+    built: list[Prescription] = []
+    doubtful: list[Prescription] = []
     for number, remedy in enumerate(book.remedies):
         needed = remedy.needs.judge(view.lookup)
         if needed.value is False or any(item.kind != "flag" for item in needed.missing):
             continue
         # Undecided only because a flag is not known: prescribed with the condition in words.
         condition = None if needed.value else _condition(remedy, view)
-        if condition is not None and not _computable(remedy, view):
+        likely = remedy.needs.judge(_points(view.lookup)).value
+        if condition is not None and not likely and not _computable(remedy, view):
             continue
         prescription = _prescription(remedy, view, condition)
         if prescription is not None:
-            built.append(replace(prescription, remedy=number, verification=verification_of(book, number)))
-    return tuple(built)
+            (built if likely else doubtful).append(
+                replace(prescription, remedy=number, verification=verification_of(book, number))
+            )
+    return (*built, *doubtful)
 
 
 def _computable(remedy: Remedy, view: EngineView) -> bool:
-    """Whether a conditional cure has a value to name, not computed from a guess that breaks the condition."""
-    if remedy.needs.judge(_points(view.lookup)).value:
-        return True
+    """Whether a conditional cure sets a flag to a value that does not come from a guess that breaks it."""
     settings = [setting for setting in remedy.settings.values() if not isinstance(setting, str)]
     known = view.flags.known
     guessed = {name for name, flag in known.items() if not flag.number.exact}
-    return not any(setting.names & guessed for setting in settings)
+    return bool(settings) and not any(setting.names & guessed for setting in settings)
 
 
 def _condition(remedy: Remedy, view: EngineView) -> str:
@@ -86,9 +89,20 @@ def _prescription(remedy: Remedy, view: EngineView, condition: str | None) -> Pr
     )
     known = flags.known
     uncertain = {n: known[n].origin for n in sorted(used & known.keys()) if not known[n].certain}
-    text = "; ".join(filter(None, [remedy.do, remedy.because, condition, *notes, *dict.fromkeys(refused)]))
+    because = None if remedy.because is None else _filled(remedy.because, view)
+    text = "; ".join(filter(None, [remedy.do, because, condition, *notes, *dict.fromkeys(refused)]))
     changes, was = _as_typed(changes, {name: flags.value(name) for name in changes}, flags)
     return Prescription(changes, was, flags.kind.spelling.arguments(changes), text, uncertain)
+
+
+def _filled(text: str, view: EngineView) -> str:
+    """A reason with the figures of this server for the expressions in braces."""
+
+    def figure(match: Match[str]) -> str:
+        value = parse_expression(match[1]).value(_points(view.lookup))
+        return significant(value.point) if isinstance(value, Number) else "an unknown number"
+
+    return FIGURE_IN_TEXT.sub(figure, text)
 
 
 def _wanted(remedy: Remedy, view: EngineView) -> dict[str, Any] | None:
@@ -101,7 +115,7 @@ def _wanted(remedy: Remedy, view: EngineView) -> dict[str, Any] | None:
         number = setting.value(_points(view.lookup))
         if not isinstance(number, Number) or not math.isfinite(number.point):
             return None
-        wanted[name] = _rounded(name, number.point)
+        wanted[name] = _rounded(name, number.point, view)
     return wanted
 
 
@@ -112,13 +126,36 @@ def _is_so(wanted: Any, current: Any) -> bool:
     return wanted is not None and wanted == current
 
 
-def _rounded(name: str, value: float) -> int | float | bool:
+def _rounded(name: str, value: float, view: EngineView) -> int | float | bool:
     if name == "gpu_memory_utilization":
         return math.floor(value * 100 + 1e-9) / 100
     if name in SWITCHES:
         return bool(value)
     whole = math.floor(value + 1e-9)
+    if name == "max_num_seqs":
+        return _graph_size(whole, view)
     return whole // 16 * 16 if name == "max_num_batched_tokens" and whole >= 64 else whole
+
+
+def _graph_size(wanted: int, view: EngineView) -> int:
+    """A batch that vLLM captures a graph for: of a cap to be lowered the next below ``wanted``, of one to be
+    raised the next above, where the KV pool has room for it.
+
+    Between two of these sizes a step is padded to the larger one, or runs without a graph. Source:
+    ``VllmConfig._set_cudagraph_sizes`` (1, 2, 4, multiples of 8, from 256 on of 16).
+    """
+    sizes = (1, 2, 4, *range(8, 256, 8), *range(256, wanted + 32, 16))
+    below = max(size for size in sizes if size <= max(wanted, 1))
+    above = min(size for size in sizes if size >= wanted)
+    current = view.flags.value("max_num_seqs")
+    if not isinstance(current, int | float) or wanted <= current:
+        return below
+    running, usage = (view.lookup(name) for name in ("running_max", "kv_max"))
+    if below <= current:
+        return above
+    if not isinstance(running, Number) or not isinstance(usage, Number):
+        return below
+    return above if above * usage.point <= 0.9 * running.point else below
 
 
 def _as_typed(

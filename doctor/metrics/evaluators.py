@@ -15,17 +15,20 @@ from doctor.metrics.promql import GROUP_LABELS, PromQL, bucket_bound
 from doctor.metrics.signals import (
     Above,
     AgainstPeers,
+    Constant,
     Count,
     EnginesOnHost,
     GaugeCondition,
     Half,
     HistogramSum,
+    Least,
     Mean,
     MeanWhile,
     Node,
     OfPeers,
     OnHost,
     OverTime,
+    Product,
     Quantile,
     Ratio,
     Share,
@@ -224,6 +227,12 @@ class ScrapeEvaluator(Evaluator):
                 return _divide(self.numbers(top), self.numbers(bottom))
             case Sum(terms):
                 return _add([self.numbers(term) for term in terms])
+            case Constant(value):
+                return dict.fromkeys(self.groups, Number.exactly(value))
+            case Product(left, right):
+                return _multiply(self.numbers(left), self.numbers(right))
+            case Least(left, right):
+                return _least(self.numbers(left), self.numbers(right))
             case AgainstPeers(of):
                 return _against_peers(self.numbers(of))
             case OfPeers(of):
@@ -409,6 +418,15 @@ def _divide(top: Numbers, bottom: Numbers) -> Numbers:
 def _add(parts: Sequence[Numbers]) -> Numbers:
     common = set(parts[0]).intersection(*parts[1:])
     return {group: Number.exactly(sum(part[group].point for part in parts)) for group in common}
+
+
+def _multiply(left: Numbers, right: Numbers) -> Numbers:
+    return {g: Number.exactly(left[g].point * right[g].point) for g in left.keys() & right.keys()}
+
+
+def _least(left: Numbers, right: Numbers) -> Numbers:
+    both = {g: Number.exactly(min(left[g].point, right[g].point)) for g in left.keys() & right.keys()}
+    return {**left, **right, **both}
 
 
 def _against_peers(own: Numbers) -> Numbers:

@@ -8,17 +8,20 @@ from dataclasses import dataclass, field, replace
 from doctor.metrics.signals import (
     Above,
     AgainstPeers,
+    Constant,
     Count,
     EnginesOnHost,
     GaugeCondition,
     Half,
     HistogramSum,
+    Least,
     Mean,
     MeanWhile,
     Node,
     OfPeers,
     OnHost,
     OverTime,
+    Product,
     Quantile,
     Ratio,
     Share,
@@ -90,7 +93,15 @@ class PromQL:
             case Ratio(top, bottom):
                 return f"({self.text(top)}) / ({self.text(bottom)})"
             case Sum(terms):
-                return " + ".join(self.text(term) for term in terms)
+                return " + ".join(f"({self.text(term)})" for term in terms)
+            case Constant(value):
+                return f"{value:g}"
+            case Product(left, right):
+                return f"({self.text(left)}) * ({self.text(right)})"
+            case Least(left, right):
+                on = f"on ({', '.join(self.by)})"
+                a, b = f"({self.text(left)})", f"({self.text(right)})"
+                return f"({a} <= {on} {b}) or {on} {b} or {on} {a}"
             case AgainstPeers(of):
                 own = self.text(of)
                 return f"({own}) / on (model_name) group_left () avg by (model_name) ({own})"

@@ -97,6 +97,27 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Constant:
+    """A figure that is the same for every engine; a term of a sum."""
+
+    value: float
+
+
+@dataclass(frozen=True)
+class Product:
+    left: Node
+    right: Node
+
+
+@dataclass(frozen=True)
+class Least:
+    """The smaller of two quantities, or the one that there is."""
+
+    left: Node
+    right: Node
+
+
+@dataclass(frozen=True)
 class AgainstPeers:
     """This engine's value over the mean of all engines that serve the same model; needs two of them."""
 
@@ -146,6 +167,9 @@ Node = (
     | MeanWhile
     | Ratio
     | Sum
+    | Constant
+    | Product
+    | Least
     | AgainstPeers
     | OfPeers
     | Half
@@ -175,6 +199,16 @@ _ACTIVE = GaugeCondition(("running", "waiting"), 0)
 _FULL = GaugeCondition(("kv_usage",), 0.95)
 _HIGH = GaugeCondition(("kv_usage",), 0.9)
 _LOAD = Sum((OverTime("running", "avg"), OverTime("waiting", "avg")))
+
+# What a step takes is a fixed part (the weights are read, kernels launched) and a part for each token in it.
+# A step serves at least ten sequences in the time of its fixed part: 13 are the least of the devices measured
+# (SmolLM2-135M on CPU cores), hundreds on GPUs. The time of a prompt over its tokens is a bound as well: it
+# holds fixed parts and its neighbours' tokens.
+_FREE_ROWS = 10.0
+_RATES = Sum((OverTime("prompt_tokens", "rate"), OverTime("generation_tokens", "rate")))
+_ROWS = Sum((MeanWhile("running", (_BUSY,)), Constant(_FREE_ROWS)))
+_LITTLE = Ratio(OverTime("running", "avg"), OverTime("generation_tokens", "rate"))
+_TYPICAL = Quantile(0.5, "itl")
 
 SIGNALS: dict[str, Signal] = {
     signal.name: signal
@@ -268,13 +302,38 @@ SIGNALS: dict[str, Signal] = {
             "s",
             "mean inter-token latency",
             Mean("itl"),
-            Ratio(OverTime("running", "avg"), OverTime("generation_tokens", "rate")),
+            _LITTLE,
         ),
         _signal(
             "itl_above_slo",
             "share",
             "share of gaps between tokens longer than the ITL SLO (its next bucket bound up)",
             Above("itl", "slo_itl_p99"),
+        ),
+        _signal(
+            "load_share",
+            "ratio",
+            "time that grows with the tokens in a step over all time, at most",
+            *(
+                Product(
+                    _RATES,
+                    Least(Ratio(HistogramSum("prefill_time"), HistogramSum(length)), Ratio(_TYPICAL, _ROWS)),
+                )
+                for length in ("prefill_length", "prompt_length")
+            ),
+            Product(OverTime("generation_tokens", "rate"), Ratio(_LITTLE, _ROWS)),
+        ),
+        _signal(
+            "seconds_per_sequence",
+            "s",
+            "what a step takes longer for one sequence more, where few steps carry prompts",
+            *(
+                Least(
+                    Ratio(Sum((Mean("prefill_time"), Product(Constant(-1.0), Mean("itl")))), Mean(length)),
+                    Ratio(Mean("itl"), _ROWS),
+                )
+                for length in ("prefill_length", "prompt_length")
+            ),
         ),
         _signal("tpot_p50", "s", "median time per output token of a request", Quantile(0.5, "tpot")),
         _signal("tpot_mean", "s", "mean time per output token of a request", Mean("tpot")),
@@ -418,8 +477,10 @@ SIGNALS: dict[str, Signal] = {
 def metrics_of(node: Node) -> set[str]:
     """Catalog keys that ``node`` reads."""
     match node:
-        case Ratio(top, bottom):
-            return metrics_of(top) | metrics_of(bottom)
+        case Ratio(left, right) | Product(left, right) | Least(left, right):
+            return metrics_of(left) | metrics_of(right)
+        case Constant():
+            return set()
         case Sum(terms):
             return set().union(*(metrics_of(term) for term in terms))
         case AgainstPeers(of) | OfPeers(of) | Half(of, _):

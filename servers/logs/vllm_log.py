@@ -200,6 +200,8 @@ def _periodic(lines: Sequence[str]) -> list[tuple[int, str]]:
     extras: dict[str, float] = {}
     if any(_PREEMPTIONS.search(line) for line in lines):
         extras["vllm:num_preemptions_total"] = 0.0
+    if any(pattern.search(line) for pattern, _ in _DRAFTS for line in lines):
+        extras |= {f"vllm:spec_decode_num_{name}_tokens_total": 0.0 for name in ("accepted", "draft")}
     totals: dict[str, tuple[int, float, float]] = {}
     latest: dict[str, str] = {}
     pages: dict[int, str] = {}

@@ -189,7 +189,7 @@ def test_a_prescription_is_in_its_flags_and_its_steps() -> None:
     )
     (finding, *_) = judged(capped, COMMAND).findings
     assert finding.id == "seq-cap"
-    assert finding.prescriptions[0].args == "--max-batch-size 84"
+    assert finding.prescriptions[0].args == "--max-batch-size 88"
     full = replace(Server(), running=40, waiting=20, kv=0.99, histograms=capped.histograms)
     text = " ".join(
         item.args

@@ -230,7 +230,7 @@ def test_a_cap_of_sequences_is_found(of: Callable[..., str], tmp_path: Path) -> 
     decode = decode_2024 if of is of_2024 else decode_2025
     text = arguments(max_running_requests=8) + steady(of, lambda n: decode(8, 12, 0.1, 320.0))
     (finding,) = (f for f in judged(text, tmp_path).findings if f.id == "seq-cap")
-    assert finding.prescriptions[0].args == "--max-running-requests 20"
+    assert finding.prescriptions[0].args == "--max-running-requests 24"
 
 
 def test_overload_is_found(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_text_shows_finding_figures_query_flags_and_cure(capped: str) -> None:
         "waiting_share = 100 %",
         "vllm:num_requests_waiting",
         "max_num_seqs = 2 (given)",
-        "try: --max-num-seqs 11   (max_num_seqs was 2)",
+        "try: --max-num-seqs 16   (max_num_seqs was 2)",
         "Objectives: ITL P99 < 200 ms (default), TTFT P95 < 2 s (default)",
         "kv-idle",
         "(explained by seq-cap)",
@@ -59,7 +59,7 @@ def test_json_has_the_documented_form(capped: str) -> None:
     assert (first["id"], first["severity"], first["suppressed_by"]) == ("seq-cap", "warning", None)
     assert first["instance"] == capped
     assert {"signal", "value", "query"} <= first["evidence"][0].keys()
-    assert first["prescriptions"][0]["set"] == {"max_num_seqs": 11}
+    assert first["prescriptions"][0]["set"] == {"max_num_seqs": 16}
     kinds = {item["id"]: {m["kind"] for m in item["missing"]} for item in document["cannot_tell"]}
     assert kinds["prefix-misses"] == {"assumption"}
     assert kinds["slow-start"] == {"elsewhere"}

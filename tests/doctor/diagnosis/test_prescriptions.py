@@ -30,7 +30,7 @@ DIRECTION = {
     "kv-idle": {"max_num_seqs": 1, "max_num_batched_tokens": 1},
     "kv-pressure": {"max_num_seqs": -1, "gpu_memory_utilization": 1},
     "long-and-short-mixed": {"long_prefill_token_threshold": 1},
-    "overload": {"max_num_seqs": -1},
+    "overload": {"max_num_seqs": 0, "max_num_batched_tokens": 1},
     "prefill-slow": {"max_num_batched_tokens": 1, "enable_prefix_caching": 1},
     "prefix-misses": {"enable_prefix_caching": 1},
     "scheduler-bound": {"max_num_seqs": -1},
@@ -39,7 +39,7 @@ DIRECTION = {
     "speculation-loses": {"num_speculative_tokens": -1},
     "speculation-preempts": {"num_speculative_tokens": -1},
 }
-"""Which way each cure turns each flag. Another way cures something else."""
+"""Which way each cure turns each flag; 0: its cures turn it either way. Another cures something else."""
 
 SPANS: Mapping[SignalUnit, tuple[float, float]] = {
     "s": (1e-4, 100),
@@ -158,7 +158,9 @@ def check(book: Playbook, prescription: Prescription, flags: Flags) -> None:
         else:
             turn = DIRECTION[book.id][name]
             if "only if" not in prescription.text:  # else the current value is a guess
-                assert (value - current(flags, name)) * turn > 0, f"{name}: {current(flags, name)} -> {value}"
+                assert not turn or (value - current(flags, name)) * turn > 0, (
+                    f"{name}: {current(flags, name)} -> {value}"
+                )
             assert isinstance(value, float if name == "gpu_memory_utilization" else int), name
             assert value >= 1 or name == "gpu_memory_utilization"
     if complaint(flags, {}) is None:

@@ -344,6 +344,7 @@ HELD = {
             "ttft": {8.1: 10},
             "queue_time": {8.0: 10},
             "tpot": {0.35: 10},
+            "prefill_time": {0.8: 10},
         },
     ),
     "preempting": Server(running=16, waiting=6, kv=0.99, counters={"preemptions": 3}),

@@ -56,7 +56,7 @@ def test_markdown_has_figures_queries_and_cure(incident: str) -> None:
     text = run("doctor", "--series", incident, "--since", "-5m", *FLAGS, "--format", "markdown").stdout
     assert "## 1. warning: Requests wait although the KV pool is free" in text
     assert "| waiting_share | 100 % |" in text
-    assert "- try: --max-num-seqs 11" in text
+    assert "- try: --max-num-seqs 16" in text
     assert re.search(
         r"Impact: about [\d.]+ s extra latency per request \(9 requests delayed on average\)", text
     )
@@ -75,7 +75,7 @@ def test_junit_has_a_case_a_symptom(incident: str) -> None:
     failed = [name for name, case in cases.items() if case.find("failure") is not None]
     assert failed == ["seq-cap"]
     assert suite.get("failures") == "1"
-    assert "--max-num-seqs 11" in str(cases["seq-cap"].findtext("failure"))
+    assert "--max-num-seqs 16" in str(cases["seq-cap"].findtext("failure"))
     assert cases["kv-idle"].find("system-out") is not None
     skipped = cases["prefix-misses"].find("skipped")
     assert skipped is not None

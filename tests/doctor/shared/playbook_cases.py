@@ -20,6 +20,8 @@ MIXED = {
     "prompt_length": {100.0: 270, 4000.0: 30},
 }
 QUEUE = {"queue_time": {8.0: 10}, "ttft": {8.1: 10}}
+SLOW = {"itl": {0.35: 1000}, "prefill_time": {0.8: 10}}
+"""No prompt takes less than a step."""
 SPECULATING = {"drafts": 1000, "draft_tokens": 5000, "accepted_tokens": 200}
 
 
@@ -43,12 +45,13 @@ CASES: dict[str, Case] = {
     ),
     "seq-cap": Case(
         replace(BASE, running=4, waiting=12, kv=0.1, histograms=QUEUE),
-        # The same picture with slow steps is overload.
-        replace(BASE, running=4, waiting=12, kv=0.1, histograms={**QUEUE, "itl": {0.35: 1000}}),
+        # The same picture with slow steps in a wide batch is overload.
+        replace(BASE, running=64, waiting=192, kv=0.1, histograms={**QUEUE, **SLOW}),
         flags={"max_num_seqs": 4},
+        quiet_flags={"max_num_seqs": 64},
     ),
     "overload": Case(
-        replace(BASE, running=128, waiting=lambda t: 150 * t, histograms={**QUEUE, "itl": {0.35: 1000}}),
+        replace(BASE, running=128, waiting=lambda t: 150 * t, histograms={**QUEUE, **SLOW}),
         replace(BASE, running=128, waiting=lambda t: 40 * (t > 0.9), histograms={"itl": {0.09: 1000}}),
     ),
     "prefill-slow": Case(
@@ -109,8 +112,27 @@ CASES: dict[str, Case] = {
         replace(BASE, running=lambda t: 40 * t, counters={"finished": 9}),
     ),
     "itl-flat-high": Case(
-        replace(BASE, running=64, histograms={"itl": {0.35: 1000}, "tpot": {0.35: 10}}),
+        replace(
+            BASE,
+            running=64,
+            histograms={"itl": {0.35: 1000}, "tpot": {0.35: 10}, "prefill_time": {1.2: 10}},
+        ),
         replace(BASE, running=64, histograms={"itl": {0.12: 1000}, "tpot": {0.12: 10}}),
+    ),
+    "slow-steps": Case(
+        replace(BASE, running=2, histograms={"itl": {0.35: 1000}, "tpot": {0.35: 10}}),
+        replace(BASE, running=2, histograms={"itl": {0.15: 1000}, "tpot": {0.15: 10}}),
+    ),
+    "prefill-burst": Case(
+        replace(
+            BASE,
+            running=lambda t: 2 + 6 * t,
+            waiting=lambda t: 6 - 6 * t,
+            counters={"prompt_tokens": 30000, "generation_tokens": 60},
+            histograms={"prefill_time": {4.0: 10}, "decode_time": {0.5: 10}},
+        ),
+        # The queue does not drain.
+        replace(BASE, waiting=6, histograms={"prefill_time": {4.0: 10}, "decode_time": {0.5: 10}}),
     ),
     "short-behind-long": Case(
         replace(BASE, histograms={**LONG, "ttft": {0.2: 8, 4.0: 2}}),
