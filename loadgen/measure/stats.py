@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import sub
@@ -44,7 +44,18 @@ DEFINITIONS: Mapping[str, str] = {
     "offered_rate": "requests intended in the window / window",
     "goodput": "requests intended in the window that met every bound / window; failures stay in",
     "backlog": "requests by which those in flight outgrew the window's beginning, where that is a trend",
+    "es95": "expected shortfall: the mean of the slowest 5 % of the samples (Rockafellar and Uryasev 2000)",
+    "es99": "expected shortfall: the mean of the slowest 1 % of the samples (Rockafellar and Uryasev 2000)",
 }
+
+
+def definitions_of(figures: Iterable[str]) -> dict[str, str]:
+    """Of the figures' families and statistics (``itl_es99{class=c}``: ``itl``, ``es99``) that have one."""
+    names = [figure.partition("{")[0] for figure in figures]
+    parts = {part for name in names for part in (name, *name.rpartition("_")[::2])}
+    return {name: text for name, text in DEFINITIONS.items() if name in parts}
+
+
 METRICS = (
     "ttft",
     "tpot",

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 
 from loadgen.compare import ComparedMetric, Comparison, split_metric
 from loadgen.measure.estimator import rises
-from loadgen.measure.stats import DEFINITIONS, Summary
+from loadgen.measure.stats import Summary, definitions_of
 from loadgen.output.comparison import comparison_values
 from loadgen.output.page import render_page
 from loadgen.output.run_page import figure
@@ -20,13 +20,12 @@ _SIDES = (("a", "#3b6fb6"), ("b", "#d1792b"))
 
 def comparison_page(comparison: Comparison) -> str:
     """The whole page."""
-    families = {row.metric.partition("{")[0].rpartition("_")[0] or row.metric for row in comparison.rows}
     return render_page(
         "comparison.html.j2",
         [_ratios(comparison), *_pairs(comparison)],
         title="vtune: Comparison",
         environment=comparison.pairs[0].a.environment if comparison.pairs else {},
-        definitions=[(name, text) for name, text in DEFINITIONS.items() if name in families],
+        definitions=list(definitions_of(row.metric for row in comparison.rows).items()),
         **comparison_values(comparison),
     )
 

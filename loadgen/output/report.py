@@ -151,7 +151,8 @@ def run_text(records: Records) -> RenderableType:
 
 _FOOTNOTE = (
     "Failures count as ∞ in percentiles; means are over what completed. n/a: too few samples for that "
-    "percentile. SLOs on `itl` use the per-token definition."
+    "percentile. ES95, ES99: expected shortfall, the mean of the slowest 5 or 1 % of the samples. SLOs on "
+    "`itl` use the per-token definition."
 )
 
 

@@ -19,10 +19,10 @@ import plotly.graph_objects as go
 from loadgen.measure.record import Records
 from loadgen.measure.run_validity import VERDICT_WORDS
 from loadgen.measure.saved import SavedFileError
-from loadgen.measure.stats import DEFINITIONS, Distribution, Summary
+from loadgen.measure.stats import Distribution, Summary, definitions_of
 from loadgen.output.page import render, render_page
 from servers.files import write_atomically
-from servers.slo.bounds import family_of, format_value, metric_label
+from servers.slo.bounds import format_value, metric_label
 from servers.slo.objective import Slo
 from tuner.job.launch import Launch
 from tuner.report import plots
@@ -97,7 +97,7 @@ class Facts:
             "slo": {
                 "text": self.slo.text,
                 "meaning": self.slo.describe(),
-                "definitions": _definitions(self.slo),
+                "definitions": definitions_of(metric for metric, _ in self.slo.metrics),
             },
             "changes": self.changes,
             "confirmation": confirmation.to_json() if confirmation else None,
@@ -324,9 +324,3 @@ def _trial_row(result: TrialResult, facts: Facts) -> dict[str, Any]:
         "findings": [f.id for f in result.findings if f.suppressed_by is None and f.severity != "info"],
         "note": "" if result.feasible else describe_trial(result, facts.slo.objective),
     }
-
-
-def _definitions(slo: Slo) -> dict[str, str]:
-    """Definitions of the metric families that the SLO speaks of, as they are measured."""
-    families = dict.fromkeys(family_of(metric) for metric, _ in slo.metrics)
-    return {family: DEFINITIONS[family] for family in families if family in DEFINITIONS}

@@ -113,6 +113,11 @@ class TrialResult:
             (-v for name, v in self.violations.items() if name not in (SERVES, *COUNTS)), default=math.inf
         )
 
+    @property
+    def excess(self) -> float:
+        """How far its bounds are missed, all together; of one that has none to show, 1."""
+        return sum(max(0.0, v) for v in self.violations.values()) if self.violations else 1.0
+
     def reading(self, objective: Objective) -> Reading:
         measured = self.measurement
         return measured.reading(objective.metric, objective.cls) if measured else Reading(math.nan)

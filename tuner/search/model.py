@@ -23,7 +23,7 @@ from tuner.search.gp import Array
 from tuner.search.inactive_knobs import inactive
 from tuner.search.pool import CandidatePool, CandidatePools, encode
 from tuner.search.prior import Prior
-from tuner.search.strategy import EXPECTED_GAIN, History, Strategy, Suggestion
+from tuner.search.strategy import EXPECTED_GAIN, MIN_SLACK, History, Strategy, Suggestion
 from tuner.search.surrogates import Surrogates
 from tuner.space.space import Config, Space, config_key
 
@@ -112,7 +112,8 @@ class ModelStrategy(Strategy):
             return []
         surrogates = self.surrogates(history, plain=True)
         x = self._pools_of(history.space).of(r.config for r in measured).x
-        chances, (costs, deviations) = np.exp(surrogates.log_feasible(x)), surrogates.expected(x)
+        chances = np.exp(surrogates.log_feasible(x, MIN_SLACK))
+        costs, deviations = surrogates.expected(x)
         changed = np.array([bool(history.space.changes(r.config)) for r in measured])
         chances[~changed] = float(history.baseline is not None and history.baseline.feasible)
         best = int(np.argmin(np.where(chances >= MIN_P_FEASIBLE, costs, np.inf)))

@@ -24,7 +24,7 @@ from tuner.space.space import Config, Space, Value, config_key
 TIE_SHARE = 0.1
 """Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
 MIN_SLACK = 0.05
-"""Relative distance that a candidate should keep to its bounds."""
+"""By how much further from its bounds a config is safer, and how far beyond them one may yet hold them."""
 EXPECTED_GAIN = "gain"
 """Beside the figures that are expected of a suggestion: by what share it should beat the best."""
 
@@ -115,7 +115,7 @@ class Strategy(ABC):
         near = [r for r in told if r.slack >= -MIN_SLACK and math.isfinite(r.value(objective))]
         near.sort(key=lambda r: _cost(r, objective))
         tied = [r for r in near if _tied(r, near[0], objective)]
-        return [] if len(tied) == 1 and tied[0].slack >= MIN_SLACK else tied
+        return [] if len(tied) == 1 and _keeps_distance(tied[0]) else tied
 
     def sampler(self, seed: int) -> optuna.samplers.BaseSampler:
         """Fills in what suggestions leave out."""
@@ -255,8 +255,4 @@ def improves(new: TrialResult, old: TrialResult, objective: Objective) -> bool:
         return new.feasible
     if new.feasible:
         return objective.better(new.value(objective), old.value(objective))
-    return _excess(new) < _excess(old)
-
-
-def _excess(result: TrialResult) -> float:
-    return sum(max(0.0, v) for v in result.violations.values()) if result.violations else 1.0
+    return new.excess < old.excess

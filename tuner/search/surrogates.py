@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 from scipy.special import log_ndtr
 
+from loadgen.measure.estimator import floor_of
 from servers.slo.bounds import COUNTS, Bound, name_of
 from servers.slo.objective import Objective, RelativeBound
 from tuner.runs.result import Measurement, Reading, TrialResult
@@ -26,7 +27,7 @@ from tuner.search.crashes import Codes, Crashes
 from tuner.search.gp import Array, GaussianProcess, Hyperparameters, Points, fit, most_probable
 from tuner.search.pool import encode
 from tuner.search.prior import Prior
-from tuner.search.strategy import MIN_SLACK, History
+from tuner.search.strategy import History
 from tuner.space.space import Config, config_key
 
 SHORT_RUNG_LOG_SD = 0.1
@@ -86,6 +87,13 @@ class ModelledMetric:
     def counted(self) -> bool:
         return self.metric in COUNTS
 
+    @property
+    def distance(self) -> float:
+        """What a scaled value should stay below 0: a change that counts (see ``floor_of``). 0 for a count."""
+        if self.counted:
+            return 0.0
+        return self.sign * -math.log1p(-self.sign * floor_of(self.metric))
+
     def value(self, scaled: float) -> float:
         """What ``scaled`` stands for; not for counts."""
         return self.limit * math.exp(self.sign * scaled)
@@ -144,22 +152,17 @@ class Surrogates:
         mean, deviation = process(self._asked(figure, x), against)
         return (mean - figure.sign * math.log(figure.limit) if figure.relative else mean), deviation
 
-    def log_feasible(self, x: Array) -> Array:
-        """Logarithm of the chance that a server that comes up holds every bound, with MIN_SLACK to spare."""
+    def log_feasible(self, x: Array, slack: float | None = None) -> Array:
+        """Logarithm of the chance that a server that comes up holds every bound: by ``slack``, in logarithm;
+        None: by a change that counts, as what is recommended should."""
         total = np.zeros(len(x))
         for figure in self.bounds:
             if self._process(figure) is None:  # no trial has the figure, or no trial missed it
                 continue
             mean, deviation = self.expected(x, figure)
-            total += log_ndtr((-MIN_SLACK - mean) / deviation)
+            kept = figure.distance if slack is None else slack
+            total += log_ndtr((-kept - mean) / deviation)
         return total
-
-    def slack(self, x: Array) -> Array:
-        """Expected distance to the nearest bound that is no count, as a logarithm; infinite without any."""
-        bounds = [
-            figure for figure in self.bounds if not figure.counted and self._process(figure) is not None
-        ]
-        return np.min([np.full(len(x), np.inf), *(-self.expected(x, figure)[0] for figure in bounds)], axis=0)
 
     def log_serves(self, codes: Codes) -> Array:
         """Logarithm of the chance that a server comes up, by the prior; failures that were seen are proof.

@@ -118,7 +118,7 @@ class CandidateConfirmation:
             and self.study.space.changes(r.config)
             and objective.better(r.value(objective), baseline.value(objective))
         ]
-        return min(missed, key=lambda r: sum(max(0.0, v) for v in r.violations.values()), default=None)
+        return min(missed, key=lambda r: r.excess, default=None)
 
     def _first_pairs(self) -> int:
         """Of the first candidate: all that is left of the budget, unless half of it is enough for proof."""

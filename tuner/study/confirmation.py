@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from scipy.special import stdtrit
+
 from loadgen.compare import Comparison, Pair
 from loadgen.measure.estimator import Estimate, estimate, run_value
 from loadgen.measure.stats import Summary
@@ -28,6 +30,8 @@ GUARD_SHARE = 0.4
 be held: what is only just held in these runs is missed in every other ones."""
 
 
+MOST_PAIRS = 64
+"""More are never advised."""
 _LOADED = "the fresh loads leave a backlog with both configs: offer less, to see them keep up"
 
 
@@ -46,6 +50,9 @@ class Confirmation:
     candidate: Measurement
     hopeless: bool = False
     """No number of further pairs is likely to prove it: a bound is surely missed, or a gain excluded."""
+    pairs_needed: float = 0
+    """Pairs that would prove all that these show, were they to scatter as these do; infinite beyond
+    MOST_PAIRS."""
 
     @property
     def settled(self) -> bool:
@@ -58,11 +65,6 @@ class Confirmation:
 
     def change(self, name: str) -> Estimate:
         return next(change for change in self.changes if change.figure == name)
-
-    def surely_holds(self, bounds: Sequence[RelativeBound]) -> bool:
-        """Whether the whole of each one's interval does."""
-        changes = ((bound, self.change(bound.metric)) for bound in bounds)
-        return all(holds(b.on_ratio, c.ratio, c.low, c.high, 1.0) for b, c in changes if applies(c))
 
     def files(self) -> dict[str, Path]:
         """Directory of each side's records, relative to the output directory."""
@@ -159,6 +161,7 @@ def assess_pooled(
         baseline=baseline,
         candidate=candidate,
         hopeless=_hopeless(slo, changes, candidate, left, baseline_feasible),
+        pairs_needed=_pairs_needed(slo, changes, values, confidence, baseline_feasible),
     )
 
 
@@ -194,6 +197,46 @@ def _hopeless(
     main = changes[slo.objective.name]
     none = baseline_feasible and main.has_ratio and _gain(slo, main.low, main.high) < MIN_GAIN
     return failed or missed or none
+
+
+def _pairs_needed(
+    slo: Slo, changes: Mapping[str, Estimate], values: Values, confidence: float, baseline_feasible: bool
+) -> float:
+    """The most that any bound which these pairs hold, or the gain, asks for."""
+    main = changes[slo.objective.name]
+    needed = [pairs_for_proof(main, 1.0, confidence)] if baseline_feasible else []
+    held = [(changes[bound.metric], bound.on_ratio) for bound in slo.relative]
+    for bound in slo.bounds:
+        if bound.metric not in COUNTS:
+            level = values[bound.name][1]
+            held.append((estimate(bound.name, [1.0] * len(level), level, confidence), bound))
+    needed += [
+        pairs_for_proof(change, bound.limit, confidence, GUARD_SHARE)
+        for change, bound in held
+        if change.has_ratio and bound.violation(change.ratio) <= 0
+    ]
+    return max(needed, default=0)
+
+
+def pairs_for_proof(change: Estimate, limit: float, confidence: float, share: float = 1.0) -> float:
+    """Pairs of which ``share`` of the interval's half, in logarithms, ends before ``limit``, were they to
+    scatter as these do. Infinite beyond MOST_PAIRS, and where these say nothing of the scatter.
+
+    ``confidence``: of the interval of ``change``.
+    """
+    n = change.pairs
+    if n < 2 or not change.low > 0 or not change.high < math.inf:
+        return math.inf
+    margin = abs(math.log(limit / change.ratio))
+    half = math.log(change.high / change.low) / 2
+    edge = (1 + confidence) / 2
+    spread = half * math.sqrt(n) / float(stdtrit(n - 1, edge))
+    enough = (
+        k
+        for k in range(2, MOST_PAIRS + 1)
+        if share * float(stdtrit(k - 1, edge)) * spread / math.sqrt(k) <= margin
+    )
+    return next(enough, math.inf)
 
 
 def _gain(slo: Slo, low: float, high: float) -> float:

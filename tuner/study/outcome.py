@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scipy.special import stdtrit
-
 from loadgen.measure.estimator import Estimate
 from servers.flags.words import render
 from servers.slo.bounds import format_value, metric_label
@@ -92,23 +90,10 @@ def what_would_prove(slo: Slo, confirmation: Confirmation) -> str:
         )
     if any("missed" in problem for problem in confirmation.problems):
         return "To trade one for the other, give bounds of your own as --slo"
-    pairs = pairs_for_proof(main)
-    if pairs is None:
+    if math.isinf(confirmation.pairs_needed):
         return "The pairs scatter too much for any number of them: give longer runs (--run-time)"
-    more = max(pairs, confirmation.pairs + 1)
+    more = max(round(confirmation.pairs_needed), confirmation.pairs + 1)
     return f"About {more} pairs would prove it: give a larger --budget, or --pairs {more}"
-
-
-def pairs_for_proof(change: Estimate, most: int = 64) -> int | None:
-    """Pairs of which the interval would exclude "no change", were they to scatter as these do."""
-    n = change.pairs
-    if n < 2 or not 0 < change.low < math.inf:
-        return None
-    effect = abs(math.log(change.ratio))
-    half = math.log(change.high / change.low) / 2
-    spread = half * math.sqrt(n) / float(stdtrit(n - 1, 0.975))
-    enough = (k for k in range(n, most + 1) if float(stdtrit(k - 1, 0.975)) * spread / math.sqrt(k) < effect)
-    return next(enough, None)
 
 
 def broken(best: TrialResult, space: Space, failure: str, ended: str) -> Outcome:
@@ -154,7 +139,7 @@ def without_confirmation(
     if not served:
         reason = launched[-1].reason if launched else "none was launched"
         return Outcome("failed", f"No config served ({len(launched)} tried). The last one {reason}", ended)
-    closest = min(served, key=lambda r: sum(max(0.0, v) for v in r.violations.values()))
+    closest = min(served, key=lambda r: r.excess)
     missed = ", ".join(_miss(closest, name) for name, v in closest.violations.items() if v > 0)
     changes = describe_changes(space.changes(closest.config)) or "your own config"
     return Outcome(

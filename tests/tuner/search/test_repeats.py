@@ -191,7 +191,7 @@ def test_the_model_asks_again_what_may_hold_its_bounds_and_would_be_the_best() -
     near = [told(k, n, 0.04 + n / 10_000, ttft=slow) for k, (n, slow) in enumerate(ttft.items(), start=1)]
     results = history(told(0, 2048, 0.245), *near)
     model = ModelStrategy()
-    chance = model.surrogates(results).log_feasible(model._pools_of(SPACE).of([near[0].config]).x)
+    chance = model.surrogates(results).log_feasible(model._pools_of(SPACE).of([near[0].config]).x, 0.05)
     assert -3 < chance[0] < -0.05, "the case is a close one"
     found = [r.config["max_num_batched_tokens"] for r in model.close(results)]
     assert 512 in found

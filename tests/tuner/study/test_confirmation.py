@@ -22,6 +22,7 @@ from tuner.study.confirmation import (
     confidence_of,
     holds,
     looks,
+    pairs_for_proof,
     words,
 )
 
@@ -84,7 +85,6 @@ def test_a_bound_on_what_the_load_does_not_have_is_none() -> None:
     )
     assert math.isnan(confirmation.change("itl_es99").a)
     assert confirmation.problems == ()
-    assert confirmation.surely_holds(PRESETS["ttft"].relative)
 
 
 def test_failed_requests_are_a_problem() -> None:
@@ -278,17 +278,6 @@ def test_a_relative_bound_is_hopeless_where_all_of_its_interval_misses_it(
     assert problem in " ".join(judged.problems)
 
 
-def test_whether_bounds_surely_hold_is_said_of_the_whole_interval_of_each() -> None:
-    relative = PRESETS["itl"].relative
-    assert judge(PRESETS["itl"], {"ttft_es95": [1.1, 1.12, 1.1, 1.12]}).surely_holds(relative)
-    reaching = judge(PRESETS["itl"], {"ttft_es95": [1.08, 1.2, 1.15, 1.1]})
-    assert reaching.change("ttft_es95").high == pytest.approx(1.227, abs=0.03)
-    assert reaching.confirmed is False
-    assert not reaching.surely_holds(relative)
-    near = judge(PRESETS["itl"], {"ttft_es95": [1.06, 1.16, 1.11, 1.11]})
-    assert near.surely_holds(relative)
-
-
 @pytest.mark.parametrize(
     ("before", "after", "feasible", "hopeless"),
     [
@@ -350,3 +339,40 @@ def test_a_class_is_compared_by_itself_and_one_that_the_load_lacks_is_not() -> N
 
 def test_looks_of_the_largest_confirmation() -> None:
     assert looks(16) == (4, 6, 8, 12, 16)
+
+
+HALF = 0.1 * 3.182446 / 2
+"""Of an interval in logarithms, where four pairs scatter by a tenth (Student's t of 3 degrees: 3.182)."""
+
+
+def seen(effect: float, pairs: int = 4, half: float = HALF) -> Estimate:
+    low, ratio, high = (math.exp(effect + sign * half) for sign in (-1, 0, 1))
+    return Estimate("itl_es99", pairs, 1.0, ratio, ratio, low, high, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("effect", "pairs"),
+    [(-0.16, 4), (0.16, 4), (-0.13, 5), (-0.11, 6), (-0.1, 7), (-0.02505, 64), (-0.0249, math.inf)],
+)
+def test_the_pairs_that_would_prove_an_effect_if_they_scatter_alike(effect: float, pairs: float) -> None:
+    assert pairs_for_proof(seen(effect), 1.0, 0.95) == pairs
+    assert pairs_for_proof(seen(effect + math.log(1.2)), 1.2, 0.95) == pairs
+
+
+def test_one_pair_or_an_open_interval_says_nothing_of_others() -> None:
+    assert pairs_for_proof(seen(-0.5, pairs=1), 1.0, 0.95) == math.inf
+    assert pairs_for_proof(Estimate("itl_es99", 4, 1.0, 0.9, 0.9, 0.0, 2.0), 1.0, 0.95) == math.inf
+    assert pairs_for_proof(Estimate("itl_es99", 4, 1.0, 0.9, 0.9, 0.5, math.inf), 1.0, 0.95) == math.inf
+
+
+def test_the_pairs_that_are_needed_are_those_of_the_bound_in_doubt() -> None:
+    """The gain is clear after two pairs; that TTFT stays below 1.2 times is not."""
+    doubted = judge(PRESETS["itl"], {**GAIN, "ttft_es95": [1.0, 1.3, 1.1, 1.2]})
+    assert doubted.problems
+    assert not doubted.hopeless
+    change = doubted.change("ttft_es95")
+    assert doubted.pairs_needed == pairs_for_proof(change, 1.2, 0.95, GUARD_SHARE) > 4
+    assert judge(PRESETS["itl"], GAIN).pairs_needed == 2
+    absolute = parse_slo("itl_p99<50ms")
+    near = judge(absolute, {"goodput": [1.3, 1.31, 1.3, 1.31], "itl_p99": [0.03, 0.055, 0.042, 0.05]})
+    assert 4 < near.pairs_needed < math.inf
