@@ -17,7 +17,7 @@ from typing import Any
 from loadgen.plan.traces import Trace, TraceError
 from loadgen.plan.workload import Schedule
 from tuner.job.options import Replay
-from tuner.runs.load import SHORT_SHARE, WARMUP_REQUESTS, cut
+from tuner.runs.load import WARMUP_REQUESTS, in_rungs
 from tuner.runs.seeds import Seeds
 
 BUSY_QUANTILE = 0.9
@@ -129,13 +129,12 @@ class ReplayLoad:
             warmup=WARMUP_REQUESTS,
         )
 
-    def rungs(self, request_set: int = 0) -> tuple[Schedule, Schedule]:
-        """The two schedules of a trial, which together are one window. Another ``request_set`` has other
+    def rungs(self, request_set: int = 0) -> tuple[Schedule, ...]:
+        """The schedules of a trial, which together are one window. Another ``request_set`` has other
         prompts at the same times: the other windows are the confirmation's.
         """
         (seed,) = Seeds(self.seed).request_set(request_set, parts=1)
-        whole = self.schedule(self.searched, seed)
-        return cut(whole, round(SHORT_SHARE * len(whole.requests)))
+        return in_rungs(self.schedule(self.searched, seed), self.run_seconds)
 
     def confirmation_seeds(self, pairs: int) -> list[int]:
         return Seeds(self.seed).confirmation(pairs)

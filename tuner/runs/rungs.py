@@ -1,10 +1,10 @@
 """When a short measurement is enough: it proves a bound missed, or the incumbent out of reach.
 
-A trial is measured in two rungs, a short load and a longer one, on the same schedules for every config. After
-the short rung a trial ends if a 95 % interval lies wholly on the wrong side of a bound, or of the incumbent
-by more than STOP_MARGIN. Bounds that are multiples of the baseline's are taken on the worse of its short rung
-and its whole measurement, as either may lack the rare stalls. Rates are not judged early: a short load
-consists of ramp-up for a good part.
+A trial whose run is long enough is measured in two rungs, a short load and a longer one, on the same
+schedules for every config. After the short rung a trial ends if a 95 % interval lies wholly on the wrong side
+of a bound, or of the incumbent by more than STOP_MARGIN. Bounds that are multiples of the baseline's are
+taken on the worse of its short rung and its whole measurement, as either may lack the rare stalls. Rates are
+not judged early: a short load consists of ramp-up for a good part.
 """
 
 from __future__ import annotations

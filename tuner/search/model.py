@@ -130,6 +130,14 @@ class ModelStrategy(Strategy):
             ranked.insert(0, best)  # for it is compared with them under the same requests
         return [measured[i] for i in ranked]
 
+    def safer(self, history: History, refused: TrialResult) -> list[TrialResult]:
+        """Those of which the models expect more distance: what fresh runs refused has just been shown to
+        measure better in its one trial than it is."""
+        ranked = self.rank(history)
+        x = encode(history.space, [refused.config, *(r.config for r in ranked)])
+        own, *others = self.surrogates(history).distance(x)
+        return [r for r, distance in zip(ranked, others, strict=True) if distance >= own + MIN_SLACK]
+
     def without_inactive(self, history: History, config: Config) -> Config:
         """One change after the other is left out, where that may cost nothing for all that is known."""
         space, surrogates = history.space, self.surrogates(history, plain=True)

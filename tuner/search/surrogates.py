@@ -164,6 +164,13 @@ class Surrogates:
             total += log_ndtr((-kept - mean) / deviation)
         return total
 
+    def distance(self, x: Array) -> Array:
+        """Expected distance to the nearest bound that is no count, as a logarithm; infinite without any."""
+        bounds = [
+            figure for figure in self.bounds if not figure.counted and self._process(figure) is not None
+        ]
+        return np.min([np.full(len(x), np.inf), *(-self.expected(x, figure)[0] for figure in bounds)], axis=0)
+
     def log_serves(self, codes: Codes) -> Array:
         """Logarithm of the chance that a server comes up, by the prior; failures that were seen are proof.
 

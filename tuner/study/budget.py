@@ -14,8 +14,9 @@ from tuner.runs.result import TrialResult
 
 MIN_PAIRS, MAX_RESERVED_PAIRS, MAX_PAIRS = 3, 8, 16
 """Of a confirmation: the least, the most that time is kept for, the most where the search leaves time."""
-CONFIRM_SHARE = 0.5
-"""Share of a time budget that the confirmation may take, unless MIN_PAIRS need more."""
+CONFIRM_SHARE = 0.55
+"""Share of a time budget that the confirmation may take, unless MIN_PAIRS need more: of ten minutes enough to
+give up a first candidate after three pairs and to prove a second one in four."""
 MIN_USEFUL_TRIALS = 5
 """Trials beside the baseline that a budget should afford."""
 LOADS_SHARE, LOADS_CONFIGS = 0.25, 3
@@ -101,8 +102,8 @@ class Plan:
         ``run_seconds``: of one load. ``levels_seconds``: of the loads of a comparison by load, of one config.
         """
         start, total = baseline.seconds["start"], baseline.seconds["total"]
-        # A trial has two loads, and so two drains.
-        run = max(run_seconds, run_seconds + (total - start - run_seconds) / 2)
+        drains = max(1, len(baseline.records))  # one after each of a trial's loads
+        run = max(run_seconds, run_seconds + (total - start - run_seconds) / drains)
         pairs = job.pairs or choose_pairs(job.budget, start, run, exclusive)
         kept = 0.0
         if job.budget is not None and levels_seconds:

@@ -162,14 +162,15 @@ class CandidateConfirmation:
             f"trial {best.number} against the baseline on {len(seeds)} fresh seeds, in turn: {changes}"
         )
         seconds = {seed: load_seconds(load.confirmation(seed)) for seed in seeds}
-        judged = looks(pairs)
+        judged, others = looks(pairs), bool(self.study.candidates(refused=best))
 
         def settled(done: Sequence[Pair]) -> bool:
-            """Asked after every pair; those of a look are judged."""
-            if len(done) not in judged:
+            """Asked after every pair. Proof is looked for at the looks alone; a candidate that misses a bound
+            makes way for a safer one as soon as that may be said."""
+            if len(done) not in judged and not (others and len(done) >= MIN_PAIRS):
                 return False
             known = judge_pairs(done, self.slo, seconds, best.number, baseline.feasible, confidence_of(pairs))
-            return known.settled
+            return (len(done) in judged and known.settled) or (others and known.missed)
 
         try:
             with self.bench.interrupts.load() as stop:

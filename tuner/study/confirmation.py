@@ -32,6 +32,7 @@ be held: what is only just held in these runs is missed in every other ones."""
 
 MOST_PAIRS = 64
 """More are never advised."""
+_MISSED = ": missed"
 _LOADED = "the fresh loads leave a backlog with both configs: offer less, to see them keep up"
 
 
@@ -50,6 +51,8 @@ class Confirmation:
     candidate: Measurement
     hopeless: bool = False
     """No number of further pairs is likely to prove it: a bound is surely missed, or a gain excluded."""
+    missed: bool = False
+    """A bound is missed by what the pairs measured, whatever their scatter."""
     pairs_needed: float = 0
     """Pairs that would prove all that these show, were they to scatter as these do; infinite beyond
     MOST_PAIRS."""
@@ -155,6 +158,7 @@ def assess_pooled(
         trial=trial,
         changes=tuple(changes.values()),
         problems=tuple(problem for problem in problems if problem),
+        missed=any(problem.endswith(_MISSED) for problem in problems),
         pairs=max(len(b) for _, b in values.values()),
         together=True,
         notes=(_LOADED,) if left else (),
@@ -298,7 +302,7 @@ def _worse(bound: RelativeBound, change: Estimate) -> str:
 def _doubt(bound: Bound, value: float, low: float, high: float) -> str:
     """Why it is not sure that ``bound`` is held by a value with a 95 % interval; "" where it is."""
     if bound.violation(value) > 0:
-        return ": missed"
+        return _MISSED
     held = holds(bound, value, low, high, GUARD_SHARE)
     return "" if held else ": held, but its interval reaches beyond the limit"
 

@@ -88,7 +88,7 @@ def what_would_prove(slo: Slo, confirmation: Confirmation) -> str:
             f"A gain of less than {100 * MIN_GAIN:g} % counts for nothing: try another workload or SLO, or "
             "--vary other flags"
         )
-    if any("missed" in problem for problem in confirmation.problems):
+    if confirmation.missed:
         return "To trade one for the other, give bounds of your own as --slo"
     if math.isinf(confirmation.pairs_needed):
         return "The pairs scatter too much for any number of them: give longer runs (--run-time)"

@@ -1,4 +1,4 @@
-"""One trial: start the server, warm it up, load it in two rungs, read its metrics, stop it."""
+"""One trial: start the server, warm it up, load it in one rung or two, read its metrics, stop it."""
 
 from __future__ import annotations
 
@@ -181,26 +181,27 @@ class Attempt:
         self.begun = self.bench.target.clock()
 
     def measure(self, server: OpenTarget, load: Traffic, criteria: Criteria) -> TrialResult:
-        """Both rungs on a server that is up, or one where that is enough. Raises RunFailed, Stuck."""
+        """All rungs on a server that is up, or one where that is enough. Raises RunFailed, Stuck."""
         self.start_seconds = server.start_seconds
-        short_load, rest = load.rungs(self.proposal.request_set)
-        broken = self._rung(server, short_load, "load 1 of 2")
-        if broken:
+        first, *rest = load.rungs(self.proposal.request_set)
+        if broken := self._rung(server, first, f"load 1 of {1 + len(rest)}" if rest else "load"):
             return self.failed(broken, server.log_tail())
-        short = measure(self.runs, criteria.slo)
-        reason = self.bench.watch.reason or reason_to_stop(
-            short,
-            criteria.short_bounds,
-            criteria.slo.objective,
-            criteria.incumbent,
-            criteria.incumbent_whole,
-        )
-        if reason:
-            return self._measured(server, "stopped", reason, short, short, criteria)
-        broken = self._rung(server, rest, "load 2 of 2")
-        if broken:
-            return self.failed(broken, server.log_tail())
-        whole, ended = measure(self.runs, criteria.slo), self.bench.watch.reason
+        short = whole = measure(self.runs, criteria.slo)
+        ended = self.bench.watch.reason
+        if rest and not ended:
+            ended = reason_to_stop(
+                short,
+                criteria.short_bounds,
+                criteria.slo.objective,
+                criteria.incumbent,
+                criteria.incumbent_whole,
+            )
+        if ended:
+            return self._measured(server, "stopped", ended, short, short, criteria)
+        for number, part in enumerate(rest, start=2):
+            if broken := self._rung(server, part, f"load {number} of {1 + len(rest)}"):
+                return self.failed(broken, server.log_tail())
+            whole, ended = measure(self.runs, criteria.slo), self.bench.watch.reason
         return self._measured(server, "stopped" if ended else "measured", ended, short, whole, criteria)
 
     def _rung(self, server: OpenTarget, schedule: Schedule, what: str) -> str:

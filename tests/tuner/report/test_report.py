@@ -55,7 +55,7 @@ def study(tmp_path: Path, **given: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return study(tmp_path_factory.mktemp("report"), slo="itl", trials=20)
+    return study(tmp_path_factory.mktemp("report"), slo="itl", trials=20, run_seconds=80.0)
 
 
 @pytest.fixture(scope="module")

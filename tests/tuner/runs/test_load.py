@@ -9,22 +9,32 @@ from tuner.runs.load import DECK_REQUESTS, GeneratedLoad, capacity_schedule, loa
 MIXED = preset("mixed", max_model_len=8192)
 
 
-def load(**kwargs: Any) -> GeneratedLoad:
-    return GeneratedLoad(MIXED, seed=3, seconds=20.0, **kwargs)
+def load(seconds: float = 20.0, **kwargs: Any) -> GeneratedLoad:
+    return GeneratedLoad(MIXED, seed=3, seconds=seconds, **kwargs)
 
 
 def test_an_open_run_is_whole_decks_of_requests() -> None:
     slow = load(rate=0.5)
-    short, rest = slow.rungs()
-    assert len(short.requests) + len(rest.requests) == DECK_REQUESTS
+    (whole,) = slow.rungs()
+    assert len(whole.requests) == DECK_REQUESTS
     assert slow.run_seconds == DECK_REQUESTS / 0.5
-    classes = Counter(r.cls for r in (*short.requests, *rest.requests))
+    classes = Counter(r.cls for r in whole.requests)
     assert classes == {"short": 16, "rag": 3, "background": 1}
     assert len(load(rate=5.0).confirmation(1).requests) == 100
 
 
+def test_a_run_that_is_too_short_to_be_cut_is_what_a_confirmation_would_send() -> None:
+    """Parts of a few seconds begin with an idle server and see less of a queue than a whole run."""
+    for traffic in (load(rate=2.0), load(concurrency=4)):
+        (whole,) = traffic.rungs()
+        assert whole.seed is not None
+        assert whole == traffic.confirmation(whole.seed)
+    parts = [len(load(seconds, concurrency=4).rungs()) for seconds in (74.9, 75.0)]
+    assert parts == [1, 2]
+
+
 def test_the_rungs_are_one_schedule_cut_in_two() -> None:
-    short, rest = load(rate=2.0).rungs()
+    short, rest = load(80.0, rate=2.0).rungs()
     assert rest.requests[0].intended == 0.0
     assert rest.warmup == ()
     assert short.warmup
@@ -39,7 +49,7 @@ def test_trials_share_their_requests_and_confirmations_have_others() -> None:
     seeds = load(rate=2.0).confirmation_seeds(4)
     hashes = {load(rate=2.0).confirmation(seed).sha256 for seed in seeds}
     hashes |= {part.sha256 for part in load(rate=2.0).rungs()}
-    assert len(hashes) == 4 + 2
+    assert len(hashes) == 4 + 1
 
 
 def test_another_seed_is_another_load() -> None:
@@ -48,9 +58,9 @@ def test_another_seed_is_another_load() -> None:
 
 
 def test_a_closed_loop_runs_for_its_time() -> None:
-    short, rest = load(concurrency=4).rungs()
+    short, rest = load(100.0, concurrency=4).rungs()
     assert (short.mode, short.concurrency) == ("closed", 4)
-    assert load_seconds(short) + load_seconds(rest) == pytest.approx(20.0)
+    assert load_seconds(short) + load_seconds(rest) == pytest.approx(100.0)
     assert "closed loop" in load(concurrency=4).description
 
 

@@ -39,13 +39,14 @@ def times(schedule: Any) -> list[float]:
 
 
 def test_a_run_is_a_window_of_the_trace_at_its_own_pace() -> None:
-    rungs = load(trace()).rungs()
-    begin, length = load(trace()).searched.start, sum(len(part.requests) for part in rungs)
-    recorded = [row.arrival - begin for row in trace().rows if begin <= row.arrival < begin + 20]
+    replayed = load(trace(800), seconds=80.0)
+    rungs = replayed.rungs()
+    begin, length = replayed.searched.start, sum(len(part.requests) for part in rungs)
+    recorded = [row.arrival - begin for row in trace(800).rows if begin <= row.arrival < begin + 80]
     first, second = (times(part) for part in rungs)
     assert [*first, *(at + recorded[len(first)] for at in second)] == pytest.approx(recorded)
-    assert length == 42
-    assert len(first) == round(0.4 * 42)
+    assert length == 168
+    assert len(first) == round(0.4 * 168)
     assert [r.max_tokens for r in rungs[0].requests] == [20] * len(first)
     assert not rungs[1].warmup, "the second rung finds the server warm"
 

@@ -18,18 +18,18 @@ def seeds_of(schedules: tuple[Schedule, ...]) -> list[int | None]:
 
 
 def replayed() -> ReplayLoad:
-    rows = tuple(TraceRow(float(second), 30, 5, "chat") for second in range(120))
-    return ReplayLoad(Trace("short", rows), seed=3, seconds=20.0, max_model_len=4096)
+    rows = tuple(TraceRow(float(second), 30, 5, "chat") for second in range(480))
+    return ReplayLoad(Trace("short", rows), seed=3, seconds=80.0, max_model_len=4096)
 
 
 @pytest.mark.parametrize(("request_set", "first"), [(0, 30_000), (1, 35_002), (2, 35_004)])
 def test_a_closed_loop_is_drawn_in_two_parts(request_set: int, first: int) -> None:
-    assert seeds_of(GeneratedLoad(MIXED, 3, 20.0, concurrency=2).rungs(request_set)) == [first, first + 1]
+    assert seeds_of(GeneratedLoad(MIXED, 3, 75.0, concurrency=2).rungs(request_set)) == [first, first + 1]
 
 
 @pytest.mark.parametrize(("request_set", "first"), [(0, 30_000), (1, 35_002), (2, 35_004)])
 def test_an_open_loop_is_drawn_whole_and_cut(request_set: int, first: int) -> None:
-    assert seeds_of(GeneratedLoad(MIXED, 3, 20.0, rate=2.0).rungs(request_set)) == [first, first]
+    assert seeds_of(GeneratedLoad(MIXED, 3, 80.0, rate=2.0).rungs(request_set)) == [first, first]
 
 
 @pytest.mark.parametrize(("request_set", "first"), [(0, 30_000), (1, 35_001), (2, 35_002)])

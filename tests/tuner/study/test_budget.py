@@ -99,8 +99,8 @@ def test_pairs_follow_the_budget_within_limits() -> None:
     assert choose_pairs(570.0, 5.0, 25.0) == 5
     assert choose_pairs(1e5, 5.0, 25.0) == MAX_RESERVED_PAIRS
     assert choose_pairs(None, 5.0, 25.0) == MAX_RESERVED_PAIRS
-    assert choose_pairs(1000.0, 40.0, 25.0) == 7
-    assert choose_pairs(1000.0, 40.0, 25.0, exclusive=True) == 4
+    assert choose_pairs(1000.0, 40.0, 25.0) == 8
+    assert choose_pairs(1000.0, 40.0, 25.0, exclusive=True) == 5
 
 
 def test_time_that_is_left_is_for_more_pairs_of_one_candidate_or_of_two() -> None:
@@ -125,7 +125,7 @@ def test_a_budget_that_affords_no_trial_says_which_would() -> None:
 
 def after(status: Any = "measured", total: float = 40.0, levels: float = 0.0, **job: Any) -> Plan:
     seconds = {"start": 6.0, "total": total}
-    baseline = TrialResult(0, {}, "baseline", status, seconds=seconds)
+    baseline = TrialResult(0, {}, "baseline", status, seconds=seconds, records=("1.json", "2.json"))
     return Plan.after(
         baseline, Job(**job), run_seconds=20.0, levels_seconds=levels, spent_seconds=50.0, exclusive=True
     )
@@ -135,7 +135,7 @@ def test_the_plan_goes_by_what_the_baseline_took() -> None:
     made = after(budget=1000.0, trials=9)
     assert (made.start_seconds, made.trial_seconds, made.run_seconds) == (6.0, 40.0, 20.0 + 14.0 / 2)
     assert (made.budget_seconds, made.max_trials, made.spent_seconds) == (1000.0, 9, 50.0)
-    assert made.pairs == choose_pairs(1000.0, 6.0, 27.0, exclusive=True) == 7
+    assert made.pairs == choose_pairs(1000.0, 6.0, 27.0, exclusive=True) == 8
     assert made.exclusive
     short = after(total=10.0, budget=1000.0)
     assert (short.trial_seconds, short.run_seconds) == (20.0, 20.0)
@@ -164,8 +164,9 @@ def test_the_search_has_what_is_left_beside_all_that_is_kept() -> None:
 
 def test_the_shares_and_limits_of_a_plan() -> None:
     assert (MIN_PAIRS, MAX_RESERVED_PAIRS, MAX_PAIRS) == (3, 8, 16)
-    assert choose_pairs(2 * (10 + 4 * 54.0), 5.0, 25.0) == 4
-    assert choose_pairs(2 * (10 + 4 * 54.0) - 1, 5.0, 25.0) == 3
+    least = (10 + 4 * 54.0) / 0.55
+    assert choose_pairs(least + 0.1, 5.0, 25.0) == 4
+    assert choose_pairs(least - 0.1, 5.0, 25.0) == 3
 
 
 def test_a_clock_counts_from_what_was_spent_and_follows_a_faster_one() -> None:

@@ -184,7 +184,7 @@ def test_a_baseline_without_its_client_ends_the_run_and_the_next_one_goes_on(
     make: Callable[..., Optimizer],
 ) -> None:
     loads = itertools.count()
-    target = AnalyticTarget(run_fault=client_killed_where(lambda c: next(loads) == 2))
+    target = AnalyticTarget(run_fault=client_killed_where(lambda c: next(loads) == 1))
     with pytest.raises(SetupFailed):
         make(target).run()
     optimizer = make(target)

@@ -28,7 +28,7 @@ def test_a_better_config_is_found_and_confirmed(make: Any) -> None:
     assert outcome.exit_code == 0
     assert "max_num_batched_tokens 2048 -> " in outcome.sentence
     assert "confirmed on fresh runs (4 pairs)" in outcome.sentence
-    assert "(-93 % [-93, -93])" in outcome.sentence
+    assert "(-95 % [-95, -95])" in outcome.sentence
     assert notebook.phases == ["baseline", "search", "confirmation"]
     assert target.open_now == 0
     first = optimizer.study.results[0]
@@ -169,7 +169,7 @@ def test_requests_that_fail_make_a_config_infeasible_with_the_cause(make: Any) -
 
 
 def test_zero_feasible(make: Any) -> None:
-    optimizer = make(AnalyticTarget(), slo="itl_es99<1ms", trials=8)
+    optimizer = make(AnalyticTarget(), slo="itl_es99<1ms", trials=8, run_seconds=80.0)
     outcome = optimizer.run()
     assert outcome.kind == "infeasible"
     assert outcome.exit_code == 1
@@ -199,7 +199,7 @@ def test_all_duplicates(make: Any) -> None:
 
 
 def test_out_of_reach_trials_are_stopped_early(make: Any) -> None:
-    optimizer = make(AnalyticTarget(), trials=25, strategy="random")
+    optimizer = make(AnalyticTarget(), trials=25, strategy="random", run_seconds=80.0)
     optimizer.run()
     stopped = [r for r in optimizer.study.results if r.status == "stopped"]
     assert any("out of reach" in r.reason for r in stopped)

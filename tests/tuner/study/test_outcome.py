@@ -32,7 +32,13 @@ def seen(effect: float, figure: str) -> Estimate:
 def test_what_would_prove_a_gain(slo: str, effect: float, needed: float, problem: str, advice: str) -> None:
     name = PRESETS[slo].objective.name
     main = seen(effect if slo == "throughput" else -effect, name)
-    told: Any = SimpleNamespace(change=lambda figure: main, problems=(problem,), pairs=4, pairs_needed=needed)
+    told: Any = SimpleNamespace(
+        change=lambda figure: main,
+        problems=(problem,),
+        missed="missed" in problem,
+        pairs=4,
+        pairs_needed=needed,
+    )
     assert advice in what_would_prove(PRESETS[slo], told)
 
 

@@ -106,7 +106,7 @@ def test_a_whole_study_with_a_region_that_runs_out_of_memory(run: Any, tmp_path:
 
 def test_kill_9_loses_one_trial_and_one_process_goes_on(start: Any, run: Any, tmp_path: Path) -> None:
     process = start(*NO_PRIOR, trials=2)
-    wait_for(process.err, "load 1 of 2", times=3)
+    wait_for(process.err, "  load, ", times=3)
     process.send_signal(signal.SIGSTOP)  # or it is done by the time that a busy machine has started another
     second = run("resume")
     assert second.returncode == 2
@@ -130,7 +130,7 @@ def test_kill_9_loses_one_trial_and_one_process_goes_on(start: Any, run: Any, tm
 
 def test_ctrl_c_writes_the_report_and_says_how_to_go_on(start: Any, run: Any, tmp_path: Path) -> None:
     process = start(*NO_PRIOR)
-    wait_for(process.err, "load 1 of 2", times=2)
+    wait_for(process.err, "  load, ", times=2)
     process.send_signal(signal.SIGINT)
     assert process.wait() == 130
     assert process.stdout.startswith("Interrupted; best so far")
@@ -157,7 +157,7 @@ def test_ctrl_c_while_a_server_starts(start: Any, tmp_path: Path) -> None:
 
 def test_a_second_ctrl_c_is_harder_and_leaves_no_server(start: Any, tmp_path: Path) -> None:
     process = start(fake=("--fault", "ignore-term"))
-    wait_for(process.err, "load 1 of 2")
+    wait_for(process.err, "  load, ")
     process.send_signal(signal.SIGINT)
     (log,) = (tmp_path / "out" / "logs").glob("*.log")
     wait_for(log, "SIGTERM is ignored")  # its grace has begun
@@ -210,7 +210,7 @@ def kill_a_client(pid: int) -> bool:
 
 def test_a_load_generator_that_is_killed_costs_nothing_but_time(start: Any, tmp_path: Path) -> None:
     process = start(*NO_PRIOR)
-    wait_for(process.err, "load 1 of 2", times=2)
+    wait_for(process.err, "  load, ", times=2)
     while not kill_a_client(process.pid):
         assert process.returncode is None, process.stderr
     assert process.wait() == 0

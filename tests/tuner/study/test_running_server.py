@@ -84,8 +84,8 @@ def test_a_small_load_is_stated_and_no_more_is_sent(tmp_path: Path) -> None:
 def test_a_fast_server_uses_up_the_requests_and_the_figures_are_of_that_time() -> None:
     workload = preset("random", max_model_len=4096)
     load = GeneratedLoad(workload, 0, seconds=20.0, concurrency=2, most=most_requests(2, 20.0))
-    assert [len(rung.requests) for rung in load.rungs()] == [40, 60]
-    assert [rung.duration for rung in load.rungs()] == pytest.approx([8.0, 12.0])
+    (whole,) = load.rungs()
+    assert (len(whole.requests), whole.duration) == (100, 20.0)
 
 
 @pytest.mark.parametrize(
@@ -165,12 +165,11 @@ def test_errors_stop_the_load(tmp_path: Path) -> None:
     assert trial["measurement"]["window"] < 8.0
 
 
-def test_errors_within_answers_stop_it_after_its_first_part(tmp_path: Path) -> None:
+def test_errors_within_answers_stop_it(tmp_path: Path) -> None:
     with serving(tmp_path, "--fault", "error-in-stream") as server:
         result = optimize(server, "--workload", "random", "--run-time", "5s")
     assert result.exit_code == 1
-    assert re.search(r"\d+ requests failed; none was answered", result.output)
-    assert "load 2 of 2" not in result.output
+    assert "; none was answered" in result.output, "for errors, or for the queue of a busy machine"
 
 
 def test_the_budget_cuts_the_load() -> None:
