@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.engine_view import EngineView, engine_views
+from doctor.diagnosis.expectation import ExpectationKind, parse_expectation
 from doctor.diagnosis.finding import Diagnosis
 from doctor.diagnosis.judged_objectives import JudgedObjectives
 from doctor.diagnosis.quantity import quantity
@@ -37,6 +38,8 @@ _SIGNALS: Mapping[ChangeKind, tuple[str, ...]] = {
 _LEAST: Mapping[str, float] = {"share": 0.05, "requests": 0.5, "count": 1.0, "1/s": 0.01, "s": 0.001}
 """Differences below these are none, however large the ratio."""
 _LEAST_RATIO = 0.1
+_FALLS: tuple[ExpectationKind, ...] = ("falls", "by", "none")
+"""Expectations of a figure that is to go down."""
 _NOT_FLAGS = {"kv_cache_tokens": "KV pool tokens", "num_gpu_blocks": "GPU blocks"}
 """Facts of a server that it takes no flag for."""
 
@@ -78,6 +81,8 @@ class Difference:
     came: tuple[tuple[str, str], ...]
     """(finding, engine), those that nothing else explains first."""
     went: tuple[tuple[str, str], ...]
+    refuted: tuple[str, ...] = ()
+    """Cures of A that B had, while the finding stayed and nothing fell that was to fall."""
 
     def to_json(self) -> dict[str, Any]:
         """The documented JSON form (``schema``)."""
@@ -101,6 +106,7 @@ class Difference:
                 "came": [{"id": name, "engine": engine} for name, engine in self.came],
                 "went": [{"id": name, "engine": engine} for name, engine in self.went],
             },
+            "refuted": list(self.refuted),
         }
 
 
@@ -128,18 +134,49 @@ def difference(before: DiffSide, after: DiffSide, slo: JudgedObjectives) -> Diff
     """Raises SourceError, PlaybookError."""
     (a, examined_a), (b, examined_b) = _look(before, slo), _look(after, slo)
     changes = _servers(a, b)
+    refuted: list[str] = []
     for engine, old, new in _pairs(examined_a, examined_b):
         if old is None or new is None:
             there = ("not there", "there") if old is None else ("there", "not there")
             changes.append(Change("server", "engine", engine, *there))
         else:
             changes += [*_facts(engine, old, new), *_figures(engine, old, new)]
+            refuted += _refuted(a, b, old, new)
     order = ["server", *_SIGNALS]
     changes.sort(key=lambda change: (order.index(change.kind), -change.size))
     alone = len(a.engines) == len(b.engines) == 1
     found_a, found_b = (_found(diagnosis, alone) for diagnosis in (a, b))
     came = tuple(item for item in found_b if item not in found_a)
-    return Difference(a, b, tuple(changes), came, tuple(item for item in found_a if item not in found_b))
+    went = tuple(item for item in found_a if item not in found_b)
+    return Difference(a, b, tuple(changes), came, went, tuple(refuted))
+
+
+def _refuted(a: Diagnosis, b: Diagnosis, old: EngineView, new: EngineView) -> Iterator[str]:
+    """The cures of A that were tried in B and did not help, in words."""
+    stayed = {finding.id for finding in b.findings if finding.instance == new.name}
+    for finding in a.findings:
+        if finding.instance != old.name or finding.id not in stayed:
+            continue
+        hoped = [name for name, text in finding.expect.items() if parse_expectation(text).kind in _FALLS]
+        figures = [(name, old.readings[name], new.readings[name]) for name in hoped]
+        known = [
+            (n, x.point, y.point) for n, x, y in figures if isinstance(x, Number) and isinstance(y, Number)
+        ]
+        if not known or any(after < (1 - _LEAST_RATIO) * before for _, before, after in known):
+            continue
+        names = ", ".join(name for name, _, _ in known)
+        for cure in finding.prescriptions:
+            if cure.changes and all(
+                _tried(cure.was[flag], wanted, new.flags.value(flag)) for flag, wanted in cure.changes.items()
+            ):
+                yield f"{cure.args} for {finding.id} was tried, and {names} did not fall: withdrawn"
+
+
+def _tried(was: Any, wanted: Any, now: Any) -> bool:
+    """Whether a flag went to the prescribed value, or half of the way there at least."""
+    if all(isinstance(value, int | float) for value in (was, wanted, now)):
+        return bool((now - was) * (wanted - was) > 0 and abs(now - was) >= abs(wanted - was) / 2)
+    return bool(now == wanted != was)
 
 
 def _look(side: DiffSide, slo: JudgedObjectives) -> tuple[Diagnosis, list[EngineView]]:
@@ -231,6 +268,7 @@ def as_lines(difference: Difference, *, markdown: bool = False) -> str:
     sections: dict[str, list[str]] = {
         "Findings": [f"New finding: {_named(item)}" for item in difference.came]
         + [f"No longer found: {_named(item)}" for item in difference.went]
+        + [f"Refuted: {text}" for text in difference.refuted]
     }
     for change in difference.changes:
         where = f"{change.engine}: " if change.engine else ""

@@ -202,8 +202,8 @@ _LOAD = Sum((OverTime("running", "avg"), OverTime("waiting", "avg")))
 
 # What a step takes is a fixed part (the weights are read, kernels launched) and a part for each token in it.
 # A step serves at least ten sequences in the time of its fixed part: 13 are the least of the devices measured
-# (SmolLM2-135M on CPU cores), hundreds on GPUs. The time of a prompt over its tokens is a bound as well: it
-# holds fixed parts and its neighbours' tokens.
+# (SmolLM2-135M on CPU cores), hundreds on GPUs. So a step takes ten tokens and its own at least, which bounds
+# the time of one from above: by a typical step, and by the steps of a prompt.
 _FREE_ROWS = 10.0
 _RATES = Sum((OverTime("prompt_tokens", "rate"), OverTime("generation_tokens", "rate")))
 _ROWS = Sum((MeanWhile("running", (_BUSY,)), Constant(_FREE_ROWS)))
@@ -317,7 +317,10 @@ SIGNALS: dict[str, Signal] = {
             *(
                 Product(
                     _RATES,
-                    Least(Ratio(HistogramSum("prefill_time"), HistogramSum(length)), Ratio(_TYPICAL, _ROWS)),
+                    Least(
+                        Ratio(Mean("prefill_time"), Sum((Mean(length), Constant(_FREE_ROWS)))),
+                        Ratio(Least(_TYPICAL, Mean("itl")), _ROWS),
+                    ),
                 )
                 for length in ("prefill_length", "prompt_length")
             ),

@@ -61,6 +61,29 @@ def test_changes_are_ranked_causes_before_effects() -> None:
     assert "No longer found: seq-cap" in as_lines(compared(LONGER, BASE, {"max_num_seqs": 2}))
 
 
+@pytest.mark.parametrize(("high", "refuted"), [(1.5, True), (0.35, False)])
+def test_a_cure_that_a_second_recording_refutes_is_withdrawn(high: float, refuted: bool) -> None:
+    spiky = [
+        replace(
+            BASE,
+            histograms={
+                "itl": {0.03: 970, level: 30},
+                "prefill_length": {100.0: 9, 4000.0: 1},
+                "prompt_length": {100.0: 9, 4000.0: 1},
+                "prefill_time": {0.1: 9, 1.5: 1},
+            },
+        )
+        for level in (1.5, high)
+    ]
+    budgets = ({"max_num_batched_tokens": 4096}, {"max_num_batched_tokens": 512})
+    sides = [
+        DiffSide(Scrapes(server.scrapes(), "s"), flags) for server, flags in zip(spiky, budgets, strict=True)
+    ]
+    found = difference(sides[0], sides[1], judged_objectives(None))
+    assert any("--max-num-batched-tokens" in text for text in found.refuted) is refuted
+    assert ("withdrawn" in as_lines(found)) is refuted
+
+
 def test_an_engine_that_is_gone_is_told() -> None:
     def fleet(*names: str) -> list[tuple[int, str]]:
         pages = [replace(BASE, labels={**BASE.labels, "instance": name}).scrapes() for name in names]

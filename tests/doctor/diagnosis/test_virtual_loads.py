@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.doctor.drawn import drawn
 from benchmarks.doctor.loads import CASES, HEALTHY, Case, recorded
+from benchmarks.doctor.matrix import of_doctor
 from benchmarks.loadgen.virtual_server import GPU
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from doctor.metrics.sources import Scrapes
@@ -52,3 +54,11 @@ def test_a_scrape_every_15_s_calls_no_sick_server_healthy(name: str, offset: int
     found = examine(CASES[name], True, slice(offset, None, 7))
     assert is_found(CASES[name], found)
     assert not found.healthy
+
+
+@pytest.mark.parametrize("seed", range(1, 32, 3))
+def test_the_cause_of_a_drawn_load_is_found(seed: int) -> None:
+    """A part of ``benchmarks/doctor/drawn.py``, which draws five hundred."""
+    exhibit = drawn(seed)
+    verdict = of_doctor(exhibit, flags_known=True)
+    assert verdict.right, (exhibit.name, exhibit.truth, verdict.first)
