@@ -21,7 +21,7 @@ Origin = Literal["given", "log", "metrics", "inferred", "default", "guessed"]
 
 # Known only from metrics, a log or the command line: there is no default to guess.
 _OBSERVED = ("max_model_len", "block_size", "num_gpu_blocks", "kv_cache_tokens")
-SWITCHES = frozenset({"enable_prefix_caching", "enable_chunked_prefill"})
+SWITCHES = frozenset({"enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"})
 FLAG_NAMES = frozenset([*defaults.NAMES, *_OBSERVED])
 """The flags that rules may name. Switches are 0 or 1; num_gpu_blocks_override is 0 where it is not set."""
 

@@ -24,6 +24,7 @@ USUAL: dict[str, Spread] = {
     "enable_prefix_caching": (1, 1, 1),
     "enable_chunked_prefill": (1, 1, 1),
     "tensor_parallel_size": (1, 1, 1),
+    "enforce_eager": (0, 0, 0),
     "num_gpu_blocks_override": (0, 0, 0),
     "kv_cache_memory_bytes": (0, 0, 0),
 }
@@ -38,6 +39,7 @@ _CONCEIVABLE: dict[str, tuple[float, float]] = {
     "enable_prefix_caching": (0, 1),
     "enable_chunked_prefill": (0, 1),
     "tensor_parallel_size": (1, 64),
+    "enforce_eager": (0, 1),
     "num_gpu_blocks_override": (0, math.inf),
     "kv_cache_memory_bytes": (0, math.inf),
 }

@@ -151,6 +151,7 @@ def test_a_backlog_beyond_the_pool_is_overload_and_a_wider_cap_a_part() -> None:
     assert "a part of the cure" in wider.text
     assert "of the 5,070 that run and wait" in wider.text
     assert wider.verification == "not verified"
+    assert any(cure.changes == {"enforce_eager": None} for cure in cures(found, "overload"))
 
 
 # Caps
