@@ -14,7 +14,7 @@ CURES ?= runs/playbooks
 PART ?= 10m
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo test check gate counters playbooks format clean
+.PHONY: help setup model demo test check gate counters playbooks facts format clean
 
 help:  ## List the targets
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -54,6 +54,9 @@ playbooks: model  ## Prove every playbook's cure (about an hour, in parts: run i
 	-$(BIN)/vtune playbook run --all --measured --pairs 3 --limit $(PART) --out $(CURES)
 	-$(BIN)/vtune playbook run --all --measured --target simulated:two-cores --out $(CURES)/two-cores
 	$(BIN)/python -m benchmarks.doctor.cures $(CURES) $(CURES)/two-cores
+
+facts: setup  ## Read flags and metrics of every release off the wheels of the package index, and show the changes
+	$(BIN)/python -m benchmarks.servers.make_facts
 
 format:  ## Format and fix what can be fixed
 	$(BIN)/ruff format .

@@ -12,14 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-MissingKind = Literal["metric", "empty", "flag", "assumption", "peers", "elsewhere", "bound"]
+MissingKind = Literal["metric", "never", "empty", "flag", "assumption", "peers", "elsewhere", "bound"]
 
 
 @dataclass(frozen=True)
 class Missing:
     """A name without a value, and why.
 
-    ``metric``: the server does not expose it; ``empty``: it does, but nothing was observed in the window;
+    ``metric``: the server does not expose it; ``never``: nor does any other of its version; ``empty``: it
+    does, but nothing was observed in the window;
     ``flag``, ``assumption``: not told; ``peers``: there is no second instance to compare with;
     ``elsewhere``: another exporter, a log, a baseline or a benchmark would say, and none was given;
     ``bound``: the value is known only as a range, and the range does not decide the question.

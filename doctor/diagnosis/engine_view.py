@@ -10,12 +10,13 @@ from typing import Any
 from doctor.diagnosis.judged_objectives import JudgedObjectives
 from doctor.diagnosis.playbook import ASSUMPTIONS, told_by
 from doctor.metrics.evaluators import Group
-from doctor.metrics.signals import SIGNALS
+from doctor.metrics.signals import SIGNALS, metrics_of
 from doctor.metrics.sources import Observation
 from servers import known_flags as server_flags
 from servers.kind import ServerKind
 from servers.known_flags import Flags
 from servers.logs.log_facts import LogFacts
+from servers.metrics.catalog import never_had
 from servers.reading import Missing, Number, Reading
 
 MOSTLY_PREFILL = 0.3
@@ -66,11 +67,15 @@ class EngineView:
     def excuses(self, missing: Iterable[Missing]) -> bool:
         """Whether a rule does not apply here, rather than being undecided.
 
-        It compares with peers, and there are none; or requests are so few and short that no scrape met one,
-        and nothing builds up.
+        It compares with peers, and there are none; or it asks for what this version never had; or requests
+        are so few and short that no scrape met one, and nothing builds up.
         """
-        kinds = {item.kind for item in missing}
-        return "peers" in kinds or (kinds <= {"empty"} and self._all_zero("running_max", "waiting_max"))
+        kinds = {item.kind for item in missing} - {"never"}
+        return (
+            not kinds
+            or "peers" in kinds
+            or (kinds <= {"empty"} and self._all_zero("running_max", "waiting_max"))
+        )
 
     def _all_zero(self, *names: str) -> bool:
         known = [reading.point for name in names if isinstance(reading := self.readings[name], Number)]
@@ -87,15 +92,18 @@ def engine_views(
 ) -> list[EngineView]:
     evaluator = observation.evaluator
     read = evaluator.read_all(list(SIGNALS.values()))
+    version = observation.version or (log.version if log else None)
     queries = {name: evaluator.query(signal) for name, signal in SIGNALS.items()}
     configs = evaluator.cache_config()
     kind = kind or observation.kind
+    lacking = never_had(kind, version, evaluator.available)
     seen = []
     for group in evaluator.groups:
         config = _config_of(group, configs)
         flags = server_flags.resolve(given, log, config, kind=kind, version=observation.version)
         drafts = _drafts({name: values[group] for name, values in read.items()}, queries, flags)
         readings = _without_prefill({name: values[group] for name, values in read.items()} | drafts[0])
+        readings = {name: _never(reading, lacking) for name, reading in readings.items()}
         seen.append(
             EngineView(
                 group,
@@ -135,6 +143,15 @@ def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[st
         if labels.get("instance", "") == group.instance and labels.get("engine", "") in ("", group.engine):
             return labels
     return None
+
+
+def _never(reading: Reading, lacking: frozenset[str]) -> Reading:
+    """A reading that is missing, where every way to it asks for a metric that this version never had."""
+    if not isinstance(reading, Missing) or reading.kind != "metric":
+        return reading
+    if all(metrics_of(node) & lacking for node in SIGNALS[reading.name].sources):
+        return Missing(reading.name, "never", f"{reading.why}: this version never had it")
+    return reading
 
 
 def _without_prefill(readings: Mapping[str, Reading]) -> dict[str, Reading]:

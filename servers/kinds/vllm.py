@@ -114,20 +114,3 @@ VLLM = ServerKind(
         "killed": r"EngineDeadError|(Worker|core) proc \S+ died unexpectedly",
     },
 )
-
-INTRODUCED = {
-    "vllm:kv_cache_usage_perc": (0, 9, 2),
-    "vllm:prefix_cache_queries_total": (0, 9, 2),
-    "vllm:prefix_cache_hits_total": (0, 9, 2),
-    "vllm:inter_token_latency_seconds": (0, 10, 2),
-}
-"""Names of metrics -> the first version that exposes them."""
-GONE = {
-    "vllm:gpu_cache_usage_perc": (0, 12, 0),
-    "vllm:gpu_prefix_cache_queries_total": (0, 12, 0),
-    "vllm:gpu_prefix_cache_hits_total": (0, 12, 0),
-    "vllm:time_per_output_token_seconds": (0, 14, 0),
-    "vllm:time_in_queue_requests": (0, 10, 0),
-    "vllm:gpu_prefix_cache_hit_rate": (0, 10, 0),
-}
-"""Names of metrics -> the first version without them."""

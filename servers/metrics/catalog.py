@@ -7,13 +7,16 @@ releases) the first counts. Some pipelines turn the colon into an underscore, so
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 from servers.errors import UserError
-from servers.kinds import KINDS
-from servers.kinds.vllm import GONE, INTRODUCED
+from servers.facts import Metric as Fact
+from servers.facts import releases_of
+from servers.kind import ServerKind
+from servers.kinds import KINDS, VLLM
 
 MetricKind = Literal["gauge", "counter", "histogram", "info"]
 
@@ -109,8 +112,6 @@ ELSEWHERE: dict[str, str] = {
 }
 """Metrics of other exporters on the server's host, with the exporter's name."""
 
-_NEVER = (999, 0, 0)
-
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "counter": ("",), "info": ("",)}
 
 MARKERS = frozenset(
@@ -134,14 +135,57 @@ def sample_names(keys: frozenset[str] | None = None) -> frozenset[str]:
 
 def names_of(version: str) -> frozenset[str]:
     """The sample names of one vLLM version, such as "0.9.1". Raises UserError."""
-    match = re.match(r"v?(\d+)\.(\d+)(?:\.(\d+))?", version.strip())
-    if match is None:
+    if re.match(r"v?\d+\.\d+", version.strip()) is None:
         raise UserError(f"{version!r} is no vLLM version; write e.g. 0.10.1")
-    number = (int(match[1]), int(match[2]), int(match[3] or 0))
+    releases = releases_of(VLLM.name)
+    assert releases is not None, "there are wheels of vLLM"
+    exposed = _exposed(releases.metrics_at(version))
     return frozenset(
         name + suffix
         for metric in METRICS.values()
         for name in metric.names
-        if name.startswith("vllm:") and INTRODUCED.get(name, (0, 0, 0)) <= number < GONE.get(name, _NEVER)
+        if bare(metric, name) in exposed
         for suffix in _SUFFIXES[metric.kind]
     )
+
+
+def bare(metric: Metric, name: str) -> str:
+    """A sample name as the server's source has it: without the suffix of a counter."""
+    return name.removesuffix("_total") if metric.kind == "counter" else name
+
+
+def never_had(kind: ServerKind, version: str | None, present: Collection[str]) -> frozenset[str]:
+    """Keys of the metrics that a server of this version cannot have.
+
+    ``version`` None: of every release that exposes just what is ``present``, among the sample names that are
+    read; empty where there is no such release, or no wheel of this kind.
+    """
+    releases = releases_of(kind.name)
+    if releases is None:
+        return frozenset()
+    own = {key: {bare(METRICS[key], name) for name in names} for key, names in kind.metrics.items()}
+    if version is not None:
+        exposed = _exposed(releases.metrics_at(version))
+        return frozenset(key for key, names in own.items() if not names & exposed)
+    read = frozenset().union(*own.values())
+    seen = {
+        bare(METRICS[key], name)
+        for key, names in kind.metrics.items()
+        for name in names
+        if any(name + suffix in present for suffix in _SUFFIXES[METRICS[key].kind])
+    }
+    found: list[frozenset[str]] = []
+    for release in releases.releases:
+        told = releases.metrics_at(release)
+        always = {name for name in read if name in told and not told[name].when} - _optional(own)
+        if always <= seen <= set(told):
+            found.append(frozenset(key for key, names in own.items() if not names & _exposed(told)))
+    return frozenset.intersection(*found) if found else frozenset()
+
+
+def _optional(own: Mapping[str, Collection[str]]) -> frozenset[str]:
+    return frozenset(name for key in OPTIONAL for name in own.get(key, ()))
+
+
+def _exposed(metrics: Mapping[str, Fact]) -> frozenset[str]:
+    return frozenset(name for name, metric in metrics.items() if not metric.hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import urllib.parse
 import urllib.request
@@ -26,11 +27,14 @@ from doctor.export.alerts import alert_rules
 from doctor.export.dashboard import dashboard
 from doctor.export.export import compiler
 from doctor.metrics.sources import Scrapes
+from servers.facts import releases_of
 from servers.metrics.exposition import record
 from vtune_cli import app
 
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="the promtool binary is not installed")
 EVERY_S, STEPS = 15, 40
+VLLM = releases_of("vllm")
+assert VLLM is not None
 
 
 def run(*arguments: str) -> Result:
@@ -207,3 +211,15 @@ def test_an_infinite_objective_never_alerts() -> None:
     assert made.constants["slo_itl_p99"] == math.inf
     text = alert_rules(load_all(), made).text()
     assert "# skipped itl-flat-high: cannot hold with these flags and objectives" in text
+
+
+@pytest.mark.parametrize("kind", ["alerts", "dashboard"])
+@pytest.mark.parametrize("version", VLLM.releases[::5])
+def test_nothing_asks_for_a_metric_that_the_release_never_had(version: str, kind: str) -> None:
+    """An alert on the absence of such a metric would fire for ever."""
+    text = run(kind, "--vllm-version", version).stdout
+    names = (re.sub(r"_(count|sum|bucket)$", "", name) for name in re.findall(r"vllm:\w+", text))
+    told = {name.removesuffix("_total") for name in names}
+    known = {name.removesuffix("_total") for name in VLLM.metrics_at(version)}
+    assert told
+    assert told <= known, told - known
