@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
-from servers.flags.words import FlagError, parse_flags, split_words, stray
+from servers.facts import releases_of
+from servers.flags.words import KINDS as WRITTEN
+from servers.flags.words import FlagError, parse_flags, split_statements, stray
 from servers.kind import ServerKind
 from servers.kinds import KINDS, VLLM, find_start
+from servers.launch_file import read_launches
 
+MAX_FILE_CHARACTERS = 1_000_000
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|\((\w+)\)|(\w+))")
 _ENV = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _DOCKER_SWITCHES = re.compile(
     "-[ditP]+|--(detach|interactive|tty|rm|init|privileged|read-only|publish-all|no-healthcheck|quiet)"
@@ -34,11 +41,13 @@ class ServerCommand:
 
     @property
     def kind(self) -> ServerKind | None:
-        """Whose flags these are; None when the command does not say. An image is taken for vLLM's."""
+        """Whose flags these are; None when the command does not say. An image without a name that is known is
+        taken for vLLM's."""
         if not self.program:
             return None
-        start = find_start(shlex.split(self.program))
-        return start.kind if start else VLLM
+        if start := find_start(shlex.split(self.program)):
+            return start.kind
+        return next((kind for kind in KINDS.values() if kind.program in self.program), VLLM)
 
     def with_flags(self, changes: Mapping[str, Any]) -> ServerCommand:
         """The same command with ``changes`` laid over its flags; a value of None drops the flag."""
@@ -72,22 +81,95 @@ def parse_command(text: str) -> ServerCommand:
     """Read a server command, or bare flags, as one would type them.
 
     Understands ``VAR=x vllm serve M …``, ``vtune serve M …``, ``docker run … IMAGE …``,
-    ``python -m vllm.entrypoints.openai.api_server …`` and ``python -m sglang.launch_server …``;
-    ``--flag value``, ``--flag=value``, dashes or underscores, ``--no-flag``, JSON values,
-    ``--config.key value``, lines continued by a backslash. Of a repeated flag the last one counts. What
-    follows a pipe, a redirection or ``&`` is left out. Raises FlagError.
+    ``python -m vllm.entrypoints.openai.api_server …`` and ``python -m sglang.launch_server …``, also among
+    other statements, within ``bash -c '…'``, and in what :mod:`servers.launch_file` reads; ``@FILE`` for a
+    file that holds any of them. ``--flag value``, ``--flag=value``, dashes or underscores, ``--no-flag``,
+    abbreviations that argparse takes, JSON values, ``--config.key value``, ``--config FILE``, ``${X:-64}``,
+    lines continued by a backslash. Of a repeated flag the last one counts. What follows a pipe, a redirection
+    or ``&`` is left out. Raises FlagError.
     """
-    env, words = split_words(text)
-    if not words:
+    if text.startswith("@"):
+        text = _read(text[1:], "the file with the command")
+    launches = read_launches(text)
+    if launches is None:
+        return _chosen(text, [(env, words, "") for env, words in split_statements(text)])
+    told = [
+        (
+            launch.env,
+            ["docker", "run", launch.image, *launch.words] if launch.image else launch.words,
+            launch.name,
+        )
+        for launch in launches
+    ]
+    return _chosen(text, told)
+
+
+def _chosen(text: str, told: Sequence[tuple[dict[str, str], list[str], str]]) -> ServerCommand:
+    """The only one of several statements, or services, that starts a server."""
+    if told and not any(words for _, words, _ in told):
         raise FlagError("the command is empty: write e.g. 'vllm serve MODEL --max-num-seqs 64'")
-    rest, program, words = _find_program(words, text)
+    plain = ((env, _with_entrypoint(words), name) for env, words, name in told)
+    starting = [(env, words, name) for env, words, name in plain if _names_server(words)]
+    if len(starting) > 1:
+        names = ", ".join(name or shlex.join(words)[:40] for _, words, name in starting)
+        raise FlagError(f"several servers are started there ({names}): give the command of one")
+    if not starting:
+        known = ", ".join(f"'{kind.command} MODEL …'" for kind in KINDS.values())
+        raise FlagError(
+            f"no server is named in {text.strip()[:120]!r}: write {known}, "
+            "'python -m vllm.entrypoints.openai.api_server …', 'docker run … IMAGE …', or only the flags"
+        )
+    env, words, _ = starting[0]
+    return _parsed(env, words)
+
+
+def _names_server(words: Sequence[str]) -> bool:
+    if not words:
+        return False
+    if words[0].startswith("-") or find_start(words) is not None:
+        return True
+    runs = _docker_run(words)
+    if runs is None or _inner(words) is not None:
+        return _inner(words) is not None
+    image = _docker_image(words, runs + 2)
+    return _is_of_a_server(words[image]) or "".join(words[image + 1 : image + 2]).startswith("-")
+
+
+def _inner(words: Sequence[str]) -> int | None:
+    """Index of a word that is a shell text of its own in which a server is started: of ``bash -c '…'``."""
+    for at, word in enumerate(words):
+        if (
+            at
+            and words[at - 1] in ("-c", "-lc", "-ec", "-xc")
+            and any(_names_server(own) for _, own in split_statements(word))
+        ):
+            return at
+    return None
+
+
+def _parsed(env: dict[str, str], words: list[str]) -> ServerCommand:
+    if (shell := _inner(words)) is not None:
+        found = parse_command(words[shell])
+        return replace(found, env={**env, **found.env}, rest=(*words[: shell - 1], *found.rest))
+    rest, program, words = _find_program(words)
     while rest and (match := _ENV.fullmatch(rest[-1])):
         env[match[1]] = match[2]
         rest = rest[:-1]
+    words = [
+        _VARIABLE.sub(lambda match: env.get(next(filter(None, match.groups())), match[0]), word)
+        for word in words
+    ]
     command = ServerCommand(program, env=env, rest=tuple(rest))
-    spelling = (command.kind or VLLM).spelling
-    own, positional = parse_flags(words, spelling.many)
+    kind = command.kind or VLLM
+    spelling, releases = kind.spelling, releases_of(kind.name)
+    own, positional = parse_flags(words, spelling.many, releases.flags if releases else ())
+    if kind is VLLM and not _is_known_image(program):
+        _refuse_strangers(program, own)
     flags = spelling.from_own(own)
+    if isinstance(file := flags.pop("config", None), str) and kind is VLLM:
+        flags = {**_settings(file), **flags}
+    elif file is not None:
+        flags["config"] = file
     model = flags.pop("model", None)
     if positional:
         if not program or " -m " in program:
@@ -98,21 +180,83 @@ def parse_command(text: str) -> ServerCommand:
     return replace(command, model=model, flags=flags)
 
 
-def _find_program(words: list[str], text: str) -> tuple[list[str], str, list[str]]:
+def _is_of_a_server(image: str) -> bool:
+    return any(kind.program in image for kind in KINDS.values())
+
+
+def _is_known_image(program: str) -> bool:
+    """Whether a program is one that is known, or an image that says whose it is."""
+    return not program or find_start(shlex.split(program)) is not None or _is_of_a_server(program)
+
+
+def _refuse_strangers(image: str, flags: Mapping[str, Any]) -> None:
+    """An image that may hold anything is vLLM's where it takes vLLM's flags."""
+    for name in flags:
+        if name not in WRITTEN:
+            raise FlagError(
+                f"the image {image!r} takes --{name.replace('_', '-')}, which vLLM does not. Which server is "
+                "it? Write the command that the image runs behind it, as 'docker run … IMAGE vllm serve M …'"
+            )
+
+
+def _settings(file: str) -> dict[str, Any]:
+    """The flags of vLLM's ``--config FILE``. Raises FlagError."""
+    import yaml
+
+    try:
+        given = yaml.safe_load(_read(file, "--config"))
+    except yaml.YAMLError as error:
+        raise FlagError(f"--config {file}: is not YAML: {str(error).splitlines()[0]}") from None
+    if not isinstance(given, dict):
+        raise FlagError(f"--config {file}: must hold one mapping of flags to values")
+    words = []
+    for name, value in given.items():
+        option = "--" + str(name).replace("_", "-")
+        if isinstance(value, bool):
+            words.append(option if value else f"--no-{option[2:]}")
+        elif isinstance(value, list):
+            words += [option, *map(str, value)]
+        elif value is not None:
+            words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
+    return parse_flags(words, known=WRITTEN)[0]
+
+
+def _read(path: str, what: str) -> str:
+    try:
+        with Path(path).expanduser().open(encoding="utf-8", errors="replace") as file:
+            return file.read(MAX_FILE_CHARACTERS)
+    except OSError as error:
+        raise FlagError(
+            f"{what} {path}: cannot be read here ({error.strerror}). Run where it lies, or give its flags"
+        ) from None
+
+
+def _with_entrypoint(words: list[str]) -> list[str]:
+    """``docker run --entrypoint X IMAGE …`` as the same without an entry point, X behind the image."""
+    runs = _docker_run(words)
+    for at in range(0 if runs is None else runs, len(words)):
+        name, _, value = words[at].partition("=")
+        if runs is not None and name == "--entrypoint":
+            own, after = ([value], words[at + 1 :]) if value else (words[at + 1 : at + 2], words[at + 2 :])
+            image = _docker_image(after, 0)
+            return [*words[:at], "--entrypoint=", *after[: image + 1], *own, *after[image + 1 :]]
+    return words
+
+
+def _find_program(words: list[str]) -> tuple[list[str], str, list[str]]:
     """(words before the program, the program, the words after it)."""
     if words[0].startswith("-"):
         return [], "", words
     start, runs = find_start(words), _docker_run(words)
     if runs is not None and (start is None or runs < start.begin):
         image = _docker_image(words, runs + 2)
-        return words[:image], words[image], words[image + 1 :]
-    if start is not None:
-        return words[: start.begin], shlex.join(words[start.begin : start.end]), words[start.end :]
-    known = ", ".join(f"'{kind.command} MODEL …'" for kind in KINDS.values())
-    raise FlagError(
-        f"no server is named in {text.strip()[:120]!r}: write {known}, "
-        "'python -m vllm.entrypoints.openai.api_server …', 'docker run … IMAGE …', or only the flags"
-    )
+        inside = find_start(["", *words[image + 1 :]])
+        if inside is None:
+            return words[:image], words[image], words[image + 1 :]
+        begin, end = image + max(inside.begin, 1), image + inside.end
+        return words[:begin], shlex.join(words[begin:end]), words[end:]
+    assert start is not None, "a server is named"
+    return words[: start.begin], shlex.join(words[start.begin : start.end]), words[start.end :]
 
 
 def _docker_run(words: list[str]) -> int | None:

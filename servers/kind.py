@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from servers.flags.defaults import USUAL, Platform, Spread, version_tuple
+from servers.facts import releases_of
+from servers.flags.defaults import USUAL, Platform, Spread
 from servers.flags.rules import RULES, Rule
 from servers.flags.spelling import Spelling
 from servers.logs.log_facts import LogFormat
@@ -52,8 +53,6 @@ class ServerKind:
     spelling: Spelling = field(default_factory=lambda: Spelling("vLLM"))
     flags: frozenset[str] | None = None
     """Those of vLLM's flags that it has; None: as ``spelling`` says."""
-    since: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    """Flag -> the first version that has it, where not all have."""
     defaults: Callable[[str, Platform], Spread] = usual
     memory_step: float | None = None
     """How much ``gpu_memory_utilization`` may be raised at a time; None: to any value."""
@@ -112,7 +111,10 @@ class ServerKind:
         """Why a server of this kind and version cannot take vLLM's ``flag``; None where it can."""
         if not self.has(flag):
             return f"{self.label} has no such flag"
-        since, own = self.since.get(flag), version_tuple(version)
-        if since and own and own < since:
-            return f"{self.label} {version} has no such flag (since {since[0]}.{since[1]})"
+        releases, name = releases_of(self.name), self.spelling.own(flag)
+        if version and releases and (spans := releases.flags.get(name)) and not releases.flag(name, version):
+            spelled = "--" + name.replace("_", "-")
+            first, last = spans[0][0], spans[-1][1]
+            until = f" to {last}" if last else ""
+            return f"{self.label} {version} has no {spelled} (releases from {first}{until} have)"
         return None

@@ -86,6 +86,8 @@ def _of_field(sources: Sources, item: Field, sizes: frozenset[str]) -> Flag:
     flag: Flag = {"kind": "size" if item.name in sizes else _kind(sources, item.annotation)}
     if (choices := sources.choices(item.annotation)) is not UNKNOWN:
         flag["choices"] = choices
+        if all(isinstance(choice, int) for choice in choices):
+            flag["kind"] = "int"
     if (default := sources.value(item.default)) is not UNKNOWN:
         flag["default"] = default
     return flag
@@ -137,6 +139,8 @@ def _kind(sources: Sources, annotation: ast.expr) -> str:
         text = annotation.value
     text = re.sub(r"^(A|Annotated)\[(.*?), .*\]$", r"\2", text, flags=re.DOTALL)
     words = re.findall(r"\w+", text)
+    if len(words) == 1 and words[0] in sources.names and sources.choices(annotation) is UNKNOWN:
+        return _kind(sources, sources.names[words[0]])  # an alias
     if any(_is_config(sources, word) for word in words):
         return "json"
     if "bool" in words:

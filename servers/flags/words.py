@@ -11,10 +11,11 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from servers.connection import masked
 from servers.errors import UserError
+from servers.facts import releases_of
 
 Kind = Literal["switch", "int", "size", "float", "json", "text", "many"]
 
@@ -23,66 +24,48 @@ class FlagError(UserError):
     """A command line that cannot be read. The message says which word, why, and what to write."""
 
 
-def _kinds(**names: str) -> dict[str, Kind]:
-    return {name: kind for kind, text in names.items() for name in text.split()}  # type: ignore[misc]
-
-
-KINDS = _kinds(
-    switch="""
-        enable_prefix_caching enable_chunked_prefill enforce_eager async_scheduling enable_lora
-        trust_remote_code enable_expert_parallel disable_log_requests enable_log_requests disable_log_stats
-        enable_auto_tool_choice disable_custom_all_reduce disable_cascade_attn enable_sleep_mode
-        skip_tokenizer_init calculate_kv_scales disable_hybrid_kv_cache_manager disable_uvicorn_access_log
-        enable_eplb enable_dbo headless enable_prompt_tokens_details enable_server_load_tracking
-        disable_sliding_window disable_frontend_multiprocessing fully_sharded_loras
-    """,
-    int="""
-        max_num_seqs block_size long_prefill_token_threshold max_num_partial_prefills
-        max_long_partial_prefills num_gpu_blocks_override tensor_parallel_size pipeline_parallel_size
-        data_parallel_size decode_context_parallel_size api_server_count seed port max_seq_len_to_capture
-        max_loras max_lora_rank max_logprobs max_cudagraph_capture_size stream_interval optimization_level
-        device_memory
-    """,
-    size="max_model_len max_num_batched_tokens kv_cache_memory_bytes",
-    float="gpu_memory_utilization swap_space cpu_offload_gb kv_offloading_size rope_theta",
-    json="""
-        speculative_config compilation_config kv_transfer_config kv_events_config hf_overrides rope_scaling
-        override_generation_config model_loader_extra_config additional_config mm_processor_kwargs
-        limit_mm_per_prompt structured_outputs_config attention_config default_chat_template_kwargs
-    """,
-    text="""
-        model tokenizer host api_key revision tokenizer_revision code_revision dtype quantization load_format
-        kv_cache_dtype scheduling_policy chat_template download_dir config hf_token root_path
-        uvicorn_log_level distributed_executor_backend tool_call_parser reasoning_parser attention_backend
-        tokenizer_mode config_format prefix_caching_hash_algo generation_config
-    """,
-    many="""
-        served_model_name cuda_graph_sizes cudagraph_capture_sizes lora_modules allowed_origins
-        allowed_methods allowed_headers middleware ignore_patterns
-    """,
-)
-"""What a flag's value is. A flag that is not here is guessed from its text, never refused."""
-
-SHORT = {
-    "tp": "tensor_parallel_size",
-    "pp": "pipeline_parallel_size",
-    "dp": "data_parallel_size",
-    "dcp": "decode_context_parallel_size",
-    "ep": "enable_expert_parallel",
-    "asc": "api_server_count",
-    "q": "quantization",
-    "O": "compilation_config",
-    "cc": "compilation_config",
-    "sc": "speculative_config",
+_VLLM = releases_of("vllm")
+assert _VLLM is not None, "there are wheels of vLLM"
+_OWN: dict[str, Kind] = {"device_memory": "int", "api_key": "text", "optimization_level": "int"}
+"""What only the bundled engine has, and what is given as one word although its server takes several."""
+KINDS: Mapping[str, Kind] = {
+    **{name: cast("Kind", spans[-1][2].kind) for name, spans in _VLLM.flags.items()},
+    **_OWN,
 }
+"""What a flag's value is, of every release of vLLM. A flag that is not here is guessed from its text."""
+SHORT = {
+    option[1:]: name
+    for name, spans in _VLLM.flags.items()
+    for _, _, flag in spans
+    for option in flag.options
+    if not option.startswith("--")
+}
+_EXPORT = re.compile(r"^\s*export\s+([A-Za-z_]\w*)=('[^']*'|\"[^\"]*\"|[^\s;&]*)", re.MULTILINE)
+_SETUP = re.compile(
+    r"^[ \t]*(#|export\s|source\s|\.\s|cd\s|set\s|unset\s|ulimit\s|module\s|conda\s|mkdir\s|echo\s"
+    r"|(uv )?pip\s|sleep\s)[^\n;&]*(;|&&)?[ \t]*$",
+    re.MULTILINE,
+)
+"""Whole lines that prepare for a command."""
+_PARTS = {
+    "spec_method": ("speculative_config", "method"),
+    "spec_model": ("speculative_config", "model"),
+    "spec_tokens": ("speculative_config", "num_speculative_tokens"),
+}
+"""Flags that are one key of a JSON flag."""
+_QUOTES = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "„": '"', "\u00a0": " "})
+"""What word processors and chat programs make of quotes and blanks."""
 
 _SUFFIX = dict(
     zip("kmgtKMGT", [10**3, 10**6, 10**9, 10**12, 1 << 10, 1 << 20, 1 << 30, 1 << 40], strict=True)
 )
 _NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _ENV = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_SHELL_STOP = re.compile(r"\|\|?|&&?|;|[\d&]*>.*")
-_CONTINUATION = re.compile(r"\\[ \t]*\r?\n")
+_SHELL_STOP = re.compile(r"[&;|]+|[\d&]*[<>].*")
+_CONTINUATION = re.compile(r"[\\^`][ \t]*\r?\n")
+"""A line goes on in the next: of a POSIX shell, of Windows and of PowerShell."""
+_DEFAULTED = re.compile(r"\$\{\w+:?-([^{}]*)\}")
+"""``${MAX_SEQS:-64}``: 64 unless the variable is set."""
 
 
 def render(flags: Mapping[str, Any], many: Collection[str] = ()) -> list[str]:
@@ -114,15 +97,44 @@ def split_words(text: str) -> tuple[dict[str, str], list[str]]:
 
     Words from the first shell operator on (``|``, ``>``, ``&&``, ``;``, ``&``) are dropped. Raises FlagError.
     """
-    joined = _CONTINUATION.sub(" ", text).strip().removeprefix("$ ")
+    return split_statements(text)[0]
+
+
+def one_line_each(text: str) -> str:
+    """Continued lines joined, and the default of ``${X:-default}`` in its place."""
+    return _DEFAULTED.sub(r"\1", _CONTINUATION.sub(" ", text))
+
+
+def split_statements(text: str) -> list[tuple[dict[str, str], list[str]]]:
+    """(environment, words) of every statement of a shell text; one of no words for an empty text.
+
+    What ``export`` sets holds for all that follow. Lines that only set something up are left out. Raises
+    FlagError.
+    """
+    joined = one_line_each(text.translate(_QUOTES)).strip().removeprefix("$ ")
+    exported = {match[1]: match[2].strip("'\"") for match in _EXPORT.finditer(joined)}
+    joined = _SETUP.sub("", joined)
     try:
-        words = shlex.split(joined)
+        lexer = shlex.shlex(joined, posix=True, punctuation_chars="&;|")
+        lexer.whitespace_split, lexer.commenters = True, ""
+        words = list(lexer)
     except ValueError as error:
         raise FlagError(f"the command's quotes do not match ({error}): {masked(joined)[:200]}") from None
-    for position, word in enumerate(words):
-        if _SHELL_STOP.fullmatch(word):
-            words = words[:position]
-            break
+    statements: list[list[str]] = [[]]
+    dropping = False
+    for word in words:
+        if re.fullmatch(r"[&;|]+", word):
+            dropping = False
+            statements.append([])
+        elif dropping or _SHELL_STOP.fullmatch(word):
+            dropping = True
+        else:
+            statements[-1].append(word)
+    told = [_apart(statement) for statement in statements if statement] or [({}, [])]
+    return [({**exported, **env}, own) for env, own in told]
+
+
+def _apart(words: list[str]) -> tuple[dict[str, str], list[str]]:
     env: dict[str, str] = {}
     while words and (words[0] == "env" or (match := _ENV.fullmatch(words[0]))):
         if words[0] != "env" and match:
@@ -131,8 +143,11 @@ def split_words(text: str) -> tuple[dict[str, str], list[str]]:
     return env, words
 
 
-def parse_flags(words: Sequence[str], many: Collection[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """(flags by name, words that belong to no flag). ``many``: more flags that take several words.
+def parse_flags(
+    words: Sequence[str], many: Collection[str] = (), known: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """(flags by name, words that belong to no flag). ``many``: more flags that take several words. ``known``:
+    the names that abbreviations may stand for.
 
     Raises FlagError.
     """
@@ -145,10 +160,15 @@ def parse_flags(words: Sequence[str], many: Collection[str] = ()) -> tuple[dict[
         if not _is_flag(word):
             positional.append(word)
             continue
-        if re.fullmatch(r"-O\d", word):
-            word = f"--optimization-level={word[2:]}"
+        if joined := re.fullmatch(r"-([A-Za-z]+)(\d+)", word):  # -tp8, -O3
+            option = "--optimization-level" if joined[1] == "O" else f"-{joined[1]}"
+            word = f"{option}={joined[2]}"
         written, has_value, text = word.partition("=")
         name, keys = _name(written)
+        name = _whole(written, name, known)
+        if name in _PARTS:
+            name, key = _PARTS[name]
+            keys = [key]
         if name.startswith("no_"):
             if has_value:
                 raise FlagError(f"{word}: takes no value. Write {written}")
@@ -203,6 +223,17 @@ def _name(written: str) -> tuple[str, list[str]]:
     if short not in SHORT:
         raise FlagError(f"{written}: no such short flag. Write its long form; known: -{', -'.join(SHORT)}")
     return SHORT[short], keys
+
+
+def _whole(written: str, name: str, known: Collection[str]) -> str:
+    """``name``, or the only one of ``known`` that it abbreviates, as argparse takes it."""
+    if name in known or name.removeprefix("no_") in known or name in _PARTS:
+        return name
+    meant = sorted(other for other in known if other.startswith(name))
+    if len(meant) > 1:
+        forms = ", ".join("--" + other.replace("_", "-") for other in meant[:6])
+        raise FlagError(f"{written} is short for several flags ({forms}). Write out the one that is meant")
+    return meant[0] if meant else name
 
 
 def _value(written: str, kind: Kind | None, texts: list[str]) -> Any:

@@ -21,7 +21,7 @@ NAMES: Mapping[str, str] = {
     "tensor_parallel_size": "tp_size",
     "pipeline_parallel_size": "pp_size",
     "data_parallel_size": "dp_size",
-    "max_cudagraph_capture_size": "cuda_graph_max_bs",
+    "max_cudagraph_capture_size": "cuda_graph_max_bs_decode",
     "api_server_count": "tokenizer_worker_num",
     "scheduling_policy": "schedule_policy",
     "stream_interval": "stream_interval",
@@ -48,6 +48,7 @@ NAMES: Mapping[str, str] = {
 the share of weights and KV cache alone: activations and graphs must fit into the rest.
 """
 ALIASES: Mapping[str, str] = {
+    "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
     "tp": "tp_size",
     "tensor_parallel_size": "tp_size",
     "pp": "pp_size",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from servers.facts import releases_of
 from servers.flags.defaults import USUAL, Platform, Spread, version_tuple
 from servers.kind import ServerKind
 
@@ -12,8 +13,6 @@ CPU_DEFAULTS = {"max_num_batched_tokens": 2048, "max_num_seqs": 128}
 _CPU_SINCE = (0, 11)
 _GPU_SEQS = 256
 """The least that any GPU gets."""
-_MEMORY_UNTIL, _MEMORY_SINCE = (0, 18), (0, 20)
-"""vLLM went from 0.9 to 0.92 between these (pull request 38284)."""
 
 
 def _defaults(name: str, platform: Platform) -> Spread:
@@ -26,13 +25,12 @@ def _defaults(name: str, platform: Platform) -> Spread:
 
 
 def _memory(platform: Platform) -> Spread:
-    usual, old, new = USUAL["gpu_memory_utilization"]
-    version = version_tuple(platform.version)
-    if version and version >= _MEMORY_SINCE:
-        return new, new, new
-    if version and version <= _MEMORY_UNTIL:
-        return old, old, old
-    return usual, old, new
+    releases = releases_of("vllm")
+    if platform.version and releases:
+        flag = releases.flag("gpu_memory_utilization", platform.version)
+        if flag is not None and isinstance(flag.default, float):
+            return flag.default, flag.default, flag.default
+    return USUAL["gpu_memory_utilization"]
 
 
 def _batch(name: str, platform: Platform) -> Spread:
@@ -63,11 +61,6 @@ VLLM = ServerKind(
     module="vllm.entrypoints.",
     public=True,
     help=(("--help=all",), ("--help",)),  # before 0.9 there was no page of all flags
-    since={
-        "long_prefill_token_threshold": (0, 8),
-        "speculative_config": (0, 8),
-        "num_gpu_blocks_override": (0, 2),
-    },
     defaults=_defaults,
     metrics={
         "running": ("vllm:num_requests_running",),
