@@ -70,12 +70,11 @@ class EngineView:
         It compares with peers, and there are none; or it asks for what this version never had; or requests
         are so few and short that no scrape met one, and nothing builds up.
         """
-        kinds = {item.kind for item in missing} - {"never"}
-        return (
-            not kinds
-            or "peers" in kinds
-            or (kinds <= {"empty"} and self._all_zero("running_max", "waiting_max"))
-        )
+        kinds = {item.kind for item in missing}
+        if kinds == {"never"}:
+            return True
+        kinds -= {"never"}
+        return "peers" in kinds or (kinds <= {"empty"} and self._all_zero("running_max", "waiting_max"))
 
     def _all_zero(self, *names: str) -> bool:
         known = [reading.point for name in names if isinstance(reading := self.readings[name], Number)]

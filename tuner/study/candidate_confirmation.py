@@ -165,12 +165,13 @@ class CandidateConfirmation:
         judged, others = looks(pairs), bool(self.study.candidates(refused=best))
 
         def settled(done: Sequence[Pair]) -> bool:
-            """Asked after every pair. Proof is looked for at the looks alone; a candidate that misses a bound
-            makes way for a safer one as soon as that may be said."""
+            """Asked after every pair. Proof is looked for at the looks alone; a candidate that misses a bound,
+            or would need more pairs than there is time for, makes way for a safer one."""
             if len(done) not in judged and not (others and len(done) >= MIN_PAIRS):
                 return False
             known = judge_pairs(done, self.slo, seconds, best.number, baseline.feasible, confidence_of(pairs))
-            return (len(done) in judged and known.settled) or (others and known.missed)
+            hardly = known.missed or known.pairs_needed > pairs
+            return (len(done) in judged and known.settled) or (others and hardly)
 
         try:
             with self.bench.interrupts.load() as stop:
