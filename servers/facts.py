@@ -55,7 +55,12 @@ class Releases(msgspec.Struct, frozen=True, dict=True):
         return tuple(map(version_of, self.releases))
 
     def nearest(self, version: str) -> Version:
-        """The release that ``version`` is, or the last before it; the first for what is older than all."""
+        """The release that ``version`` is, or the last before it; the first for what is older than all.
+
+        A build of a clone without tags calls itself ``0.1.dev1+g…``: it is taken for the newest.
+        """
+        if "dev" in version and version_of(version) < self.versions[0]:
+            return self.versions[-1]
         return self.versions[max(0, bisect_right(self.versions, version_of(version)) - 1)]
 
     def flag(self, name: str, version: str) -> Flag | None:

@@ -26,6 +26,8 @@ def test_every_release_is_there_in_order() -> None:
         ("0.9.99", (0, 9, 2)),
         ("99.0", None),
         ("0.1", (0, 6, 0)),
+        ("0.1.dev9876+gdeadbee.cu128", None),
+        ("0.10.2rc3.dev5", (0, 10, 2)),
     ],
 )
 def test_a_version_between_releases_is_the_one_before(version: str, nearest: tuple[int, ...] | None) -> None:
