@@ -259,7 +259,7 @@ def _find_program(words: list[str]) -> tuple[list[str], str, list[str]]:
     return words[: start.begin], shlex.join(words[start.begin : start.end]), words[start.end :]
 
 
-def _docker_run(words: list[str]) -> int | None:
+def _docker_run(words: Sequence[str]) -> int | None:
     """Index of the ``docker`` in ``docker run``."""
     for at, (word, following) in enumerate(pairwise(words)):
         if word.rsplit("/", 1)[-1] in ("docker", "podman") and following == "run":
@@ -267,7 +267,7 @@ def _docker_run(words: list[str]) -> int | None:
     return None
 
 
-def _docker_image(words: list[str], at: int) -> int:
+def _docker_image(words: Sequence[str], at: int) -> int:
     """Index of the image: the first word after ``docker run`` that is no option and no option's value."""
     while at < len(words):
         word = words[at]

@@ -60,9 +60,9 @@ def _containers(node: Any, name: str) -> Iterator[Launch]:
             yield from _containers(item, name)
     if not isinstance(node, Mapping):
         return
-    parts = [node.get(key) for key in _ARGUMENTS]
-    if any(_is_words(part) for part in parts):
-        words = [word for part in parts if _is_words(part) for word in _split(part)]
+    parts: list[Any] = [part for key in _ARGUMENTS if _is_words(part := node.get(key))]
+    if parts:
+        words = [word for part in parts for word in _split(part)]
         own = str(node.get("name") or node.get("container_name") or name)
         yield Launch(words, _environment(node), str(node.get("image") or ""), own)
         return

@@ -71,11 +71,11 @@ def _of_spread(
                     return _of_field(sources, item, sizes) if item else {}
         case ast.Dict(keys=keys, values=values):
             flag: Flag = {}
-            for key, value in zip(keys, values, strict=True):
-                if key is None:
+            for word, value in zip(keys, values, strict=True):
+                if word is None:
                     flag |= _of_spread(sources, value, local, sizes)
-                elif isinstance(key, ast.Constant):
-                    flag |= _of_keywords(sources, {str(key.value): value}, local)
+                elif isinstance(word, ast.Constant):
+                    flag |= _of_keywords(sources, {str(word.value): value}, local)
             return flag
     return {}
 

@@ -116,7 +116,7 @@ def _calls(
             return
         if isinstance(node, ast.Call):
             yield node, conditions, local
-        for child in ast.iter_child_nodes(node):
-            yield from walk(child, conditions, local)
+        for part in ast.iter_child_nodes(node):
+            yield from walk(part, conditions, local)
 
     yield from walk(tree, (), {})

@@ -165,8 +165,8 @@ class CandidateConfirmation:
         judged, others = looks(pairs), bool(self.study.candidates(refused=best))
 
         def settled(done: Sequence[Pair]) -> bool:
-            """Asked after every pair. Proof is looked for at the looks alone; a candidate that misses a bound,
-            or would need more pairs than there is time for, makes way for a safer one."""
+            """Asked after every pair. Proof is looked for at the looks alone; what misses a bound, or needs
+            more pairs than there is time for, makes way for a safer candidate."""
             if len(done) not in judged and not (others and len(done) >= MIN_PAIRS):
                 return False
             known = judge_pairs(done, self.slo, seconds, best.number, baseline.feasible, confidence_of(pairs))
