@@ -148,13 +148,13 @@ def doctor(
         def judge() -> Diagnosis:
             return diagnose(
                 source,
-                None if command is None else command.flags,
+                command,
                 slo,
                 log=read_log(log) if log is not None else None,
                 assume=assumptions(assume or []),
                 window=None if window is None else window_seconds(window),
                 baseline=None if baseline is None else SeriesFile(baseline),
-                baseline_flags=None if before is None else before.flags,
+                baseline_flags=before,
                 kind=BUNDLED if command is not None and command.kind is BUNDLED else None,
             )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 import shlex
@@ -11,9 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from servers.facts import releases_of
 from servers.flags.words import KINDS as WRITTEN
-from servers.flags.words import FlagError, parse_flags, split_statements, stray
+from servers.flags.words import FlagError, Vocabulary, parse_flags, split_statements, stray, vocabulary
 from servers.kind import ServerKind
 from servers.kinds import KINDS, VLLM, find_start
 from servers.launch_file import read_launches
@@ -38,6 +38,8 @@ class ServerCommand:
     env: dict[str, str] = field(default_factory=dict)
     rest: tuple[str, ...] = ()
     """The words before the program: ``docker run --gpus all``, ``taskset -c 0-3``, ``uv run``."""
+    from_file: frozenset[str] = frozenset()
+    """Those of ``flags`` that a ``--config FILE`` says, and the command itself does not."""
 
     @property
     def kind(self) -> ServerKind | None:
@@ -48,6 +50,15 @@ class ServerCommand:
         if start := find_start(shlex.split(self.program)):
             return start.kind
         return next((kind for kind in KINDS.values() if kind.program in self.program), VLLM)
+
+    @property
+    def version(self) -> str | None:
+        """The release that the command names, in an image's tag or for an installer; None: it does not."""
+        name = self.kind.program if self.kind else ""
+        for word in (self.program, *self.rest):
+            if name and (match := re.search(rf"{name}\S*?(?::v?|==)(\d+\.\d+(?:\.\d+)*)", word)):
+                return match[1]
+        return None
 
     def with_flags(self, changes: Mapping[str, Any]) -> ServerCommand:
         """The same command with ``changes`` laid over its flags; a value of None drops the flag."""
@@ -161,23 +172,39 @@ def _parsed(env: dict[str, str], words: list[str]) -> ServerCommand:
     ]
     command = ServerCommand(program, env=env, rest=tuple(rest))
     kind = command.kind or VLLM
-    spelling, releases = kind.spelling, releases_of(kind.name)
-    own, positional = parse_flags(words, spelling.many, releases.flags if releases else ())
+    spelling, known = kind.spelling, vocabulary(kind.name, command.version)
+    own, positional = parse_flags(words, spelling.many, known)
+    _refuse_misspelt(own, known, kind)
     if kind is VLLM and not _is_known_image(program):
         _refuse_strangers(program, own)
     flags = spelling.from_own(own)
+    settled: dict[str, Any] = {}
     if isinstance(file := flags.pop("config", None), str) and kind is VLLM:
-        flags = {**_settings(file), **flags}
+        settled = {name: value for name, value in _settings(file).items() if name not in flags}
+        flags = {**settled, **flags}
     elif file is not None:
         flags["config"] = file
     model = flags.pop("model", None)
+    settled.pop("model", None)
     if positional:
         if not program or " -m " in program:
             raise stray(positional[0])
         model = positional.pop(0)
     if positional:
         raise stray(positional[0])
-    return replace(command, model=model, flags=flags)
+    return replace(command, model=model, flags=flags, from_file=frozenset(settled))
+
+
+def _refuse_misspelt(own: Mapping[str, Any], known: Vocabulary, kind: ServerKind) -> None:
+    """A flag that no release has, but for a letter or two: the server would have refused it, too."""
+    for name in own if known.spelled else ():
+        if name not in known.kinds and (
+            near := difflib.get_close_matches(name, known.kinds, n=1, cutoff=0.8)
+        ):
+            raise FlagError(
+                f"--{name.replace('_', '-')}: {kind.label} has no such flag. "
+                f"Is --{near[0].replace('_', '-')} meant?"
+            )
 
 
 def _is_of_a_server(image: str) -> bool:
@@ -218,7 +245,7 @@ def _settings(file: str) -> dict[str, Any]:
             words += [option, *map(str, value)]
         elif value is not None:
             words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
-    return parse_flags(words, known=WRITTEN)[0]
+    return parse_flags(words, known=vocabulary(VLLM.name))[0]
 
 
 def _read(path: str, what: str) -> str:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from servers.connection import HIDDEN
 from servers.flags import defaults
 from servers.flags.defaults import Platform
 from servers.flags.rules import Rule
+from servers.flags.words import vocabulary
 from servers.kind import ServerKind
 from servers.kinds import VLLM
 from servers.kinds.vllm import pool_tokens
 from servers.logs.log_facts import LogFacts
 from servers.reading import Missing, Number, Reading
 
-Origin = Literal["given", "log", "metrics", "inferred", "default", "guessed"]
-"""Who says so. ``default``: not set, and this platform has just one; ``guessed``: it may be another."""
+Origin = Literal["given", "config file", "log", "metrics", "inferred", "default", "guessed"]
+"""Who says so. ``config file``: the file that the given command names. ``default``: not set, and this
+platform has just one; ``guessed``: it may be another."""
 
+_SECRET = re.compile(r"(^|_)(api_keys?|token|password)$")
 # Known only from metrics, a log or the command line: there is no default to guess.
 _OBSERVED = ("max_model_len", "block_size", "num_gpu_blocks", "kv_cache_tokens")
 SWITCHES = frozenset({"enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"})
@@ -38,7 +43,7 @@ class Flag:
     @property
     def certain(self) -> bool:
         """Whether it was said, or can be nothing else."""
-        return self.origin in ("given", "log", "metrics", "default")
+        return self.origin not in ("inferred", "guessed")
 
     @property
     def unset(self) -> bool:
@@ -58,6 +63,10 @@ class Flags:
     version: str | None = None
     raw: Mapping[str, Any] = field(default_factory=dict)
     """As the user or the log gave them, with those that no rule names."""
+    origins: Mapping[str, Origin] = field(default_factory=dict)
+    """Of what is in ``raw``."""
+    unknown: tuple[str, ...] = ()
+    """Those given that no release of this kind of server has, as far as is known here."""
 
     def reading(self, name: str) -> Reading:
         if name in self.known:
@@ -67,6 +76,16 @@ class Flags:
     def value(self, name: str) -> Any:
         """The current value as it would be typed; None where it is not set or not known."""
         return self.known[name].value if name in self.known else self.raw.get(name)
+
+    def judged_by(self) -> Iterator[Flag]:
+        """Every flag that is known or given, as it would be typed, without secrets."""
+        for name, flag in self.known.items():
+            yield replace(flag, value=bool(flag.value)) if name in SWITCHES else flag
+        for name, value in self.raw.items():
+            if name not in self.known:
+                hidden = _SECRET.search(name) is not None
+                shown = HIDDEN if hidden else value
+                yield Flag(name, shown, self.origins[name], Number.exactly(_number(value) or 0.0))
 
     def with_flag(self, flag: Flag) -> Flags:
         return replace(self, known={**self.known, flag.name: flag})
@@ -84,23 +103,45 @@ def resolve(
     *,
     kind: ServerKind,
     version: str | None,
+    from_file: Collection[str] = (),
 ) -> Flags:
-    """Gather the flags of one engine; what the user says beats the log, which beats the metrics."""
+    """Gather the flags of one engine; what the user says beats the log, which beats the metrics.
+
+    ``from_file``: those of ``given`` that a config file says. A flag that no release has may change anything
+    that is not stated, so no default is taken for certain beside it.
+    """
     config = cache_config or {}
-    complete = given is not None or (log is not None and log.complete)
+    unknown = tuple(_unknown(given or {}, kind))
+    complete = (given is not None and not unknown) or (log is not None and log.complete)
     told = {"kv_cache_dtype": config["cache_dtype"]} if "cache_dtype" in config else {}
-    raw = {**told, **(log.flags if log else {}), **(given or {})}
-    platform = _platform(raw, log, config, version)
+    platform = _platform({**told, **(log.flags if log else {}), **(given or {})}, log, config, version)
     known = {name: _fallback(name, kind, platform, complete) for name in defaults.NAMES}
-    layers: tuple[tuple[Origin, Mapping[str, Any]], ...] = (
-        ("metrics", _from_metrics(config)),
-        ("log", _from_log(log) if log else {}),
-        ("given", given or {}),
+    raw: dict[str, Any] = {}
+    origins: dict[str, Origin] = {}
+    layers: tuple[tuple[Origin, Mapping[str, Any], Mapping[str, Any]], ...] = (
+        ("metrics", told, _from_metrics(config)),
+        ("log", log.flags if log else {}, _from_log(log) if log else {}),
+        ("given", given or {}, given or {}),
     )
-    for origin, values in layers:
+    for origin, said, values in layers:
+        raw |= said
+        origins |= {
+            name: "config file" if name in from_file and origin == "given" else origin for name in said
+        }
         for name, value in _numbers(values).items():
-            known[name] = Flag(name, _typed(value), origin, Number.exactly(value))
-    return Flags(_in_harmony(known, kind.rules), kind, platform.version, raw)
+            source = "speculative_config" if name == "num_speculative_tokens" else name
+            known[name] = Flag(name, _typed(value), origins.get(source, origin), Number.exactly(value))
+    return Flags(_in_harmony(known, kind.rules), kind, platform.version, raw, origins, unknown)
+
+
+def _unknown(given: Mapping[str, Any], kind: ServerKind) -> Iterable[str]:
+    table = vocabulary(kind.name)
+    if not table.spelled:  # its releases are not known
+        return
+    for name in given:
+        own = kind.spelling.own(name)
+        if not {name, own} & {*table.kinds, *table.spelled, *table.older}:
+            yield own
 
 
 def _platform(

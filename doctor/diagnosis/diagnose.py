@@ -15,6 +15,7 @@ from doctor.diagnosis.playbook import SEVERITIES, Playbook, load_all
 from doctor.diagnosis.prescribe import prescriptions
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Source
+from servers.command import ServerCommand
 from servers.kind import ServerKind
 from servers.logs.log_facts import LogFacts
 from servers.reading import Number
@@ -25,7 +26,7 @@ FEW_REQUESTS = 20
 
 def diagnose(
     source: Source,
-    flags: Mapping[str, Any] | None = None,
+    flags: ServerCommand | Mapping[str, Any] | None = None,
     slo: JudgedObjectives | str | None = None,
     *,
     log: LogFacts | None = None,
@@ -33,14 +34,15 @@ def diagnose(
     window: float | None = None,
     kind: ServerKind | None = None,
     baseline: Source | None = None,
-    baseline_flags: Mapping[str, Any] | None = None,
+    baseline_flags: ServerCommand | Mapping[str, Any] | None = None,
     playbooks: Sequence[Playbook] | None = None,
 ) -> Diagnosis:
     """Judge every playbook on every engine of ``source``.
 
-    ``flags``: the server's current flags as ``parse_command`` gives them (an empty mapping:
-    started with defaults; None: not known). ``slo``: as :func:`judged_objectives` reads it. ``assume``:
-    values for :data:`playbook.ASSUMPTIONS`. ``window``: seconds, None for the source's default.
+    ``flags``: the server's command as ``parse_command`` gives it, or only its current flags (an
+    empty mapping: started with defaults; None: not known).
+    ``slo``: as :func:`judged_objectives` reads it. ``assume``: values for :data:`playbook.ASSUMPTIONS`.
+    ``window``: seconds, None for the source's default.
     ``baseline``: an earlier time to compare with, under ``baseline_flags``.
     Raises SourceError, SloError, PlaybookError.
     """
@@ -77,6 +79,7 @@ def diagnose(
         healthy=_healthy(findings, cannot_tell),
         idle=idle,
         engines=tuple(view.name for view in examined),
+        flags={view.name: view.flags for view in examined},
         notes=(*observation.notes, *objectives.notes, *_remarks(examined)),
         fleets=fleets(observation.evaluator, examined),
     )
@@ -166,7 +169,12 @@ def _healthy(findings: Sequence[Finding], cannot_tell: Sequence[CannotTell]) -> 
 
 def _remarks(examined: Sequence[EngineView]) -> list[str]:
     """What limits the diagnosis without being a finding."""
-    notes = []
+    unknown = dict.fromkeys((name, view.flags.kind.label) for view in examined for name in view.flags.unknown)
+    notes = [
+        f"--{name.replace('_', '-')}: no release of {label} that is known here has it, and it may change "
+        "what is not stated: no default is taken for certain"
+        for name, label in unknown
+    ]
     for view in examined:
         restarts, requests = (view.readings[name] for name in ("restarts", "first_tokens"))
         if isinstance(restarts, Number) and restarts.point >= 1:

@@ -13,6 +13,7 @@ from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS, metrics_of
 from doctor.metrics.sources import Observation
 from servers import known_flags as server_flags
+from servers.command import ServerCommand
 from servers.kind import ServerKind
 from servers.known_flags import Flags
 from servers.logs.log_facts import LogFacts
@@ -83,15 +84,19 @@ class EngineView:
 
 def engine_views(
     observation: Observation,
-    given: Mapping[str, Any] | None,
+    given: ServerCommand | Mapping[str, Any] | None,
     slo: JudgedObjectives,
     log: LogFacts | None,
     assume: Mapping[str, float],
     kind: ServerKind | None,
 ) -> list[EngineView]:
+    """``given``: the server's command, or only its flags; None: not known."""
+    command = (
+        given if given is None or isinstance(given, ServerCommand) else ServerCommand("", None, {**given})
+    )
     evaluator = observation.evaluator
     read = evaluator.read_all(list(SIGNALS.values()))
-    version = observation.version or (log.version if log else None)
+    version = observation.version or (log.version if log else None) or (command.version if command else None)
     queries = {name: evaluator.query(signal) for name, signal in SIGNALS.items()}
     configs = evaluator.cache_config()
     kind = kind or observation.kind
@@ -99,7 +104,14 @@ def engine_views(
     seen = []
     for group in evaluator.groups:
         config = _config_of(group, configs)
-        flags = server_flags.resolve(given, log, config, kind=kind, version=observation.version)
+        flags = server_flags.resolve(
+            command.flags if command else None,
+            log,
+            config,
+            kind=kind,
+            version=version,
+            from_file=command.from_file if command else (),
+        )
         drafts = _drafts({name: values[group] for name, values in read.items()}, queries, flags)
         readings = _without_prefill({name: values[group] for name, values in read.items()} | drafts[0])
         readings = {name: _never(reading, lacking) for name, reading in readings.items()}
@@ -249,7 +261,7 @@ def _infer_budget(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
 def _infer_speculation(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
     """The speculative families exist only while speculation is on."""
     known = flags.known["num_speculative_tokens"]
-    if known.origin in ("given", "log") or not flags.kind.drafts_show:
+    if (known.certain and not known.unset) or not flags.kind.drafts_show:
         return flags
     drafted = readings["tokens_drafted_per_draft"]
     if isinstance(drafted, Number):

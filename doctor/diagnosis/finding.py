@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from doctor.diagnosis.cost import Toll
 from doctor.diagnosis.fleet import Fleet
 from doctor.diagnosis.judged_objectives import JudgedObjectives
 from doctor.diagnosis.playbook import SEVERITIES, Severity
-from servers.known_flags import Flag
+from servers.known_flags import Flag, Flags
 from servers.reading import Missing
 
 SCHEMA = "vtune.doctor/1"
@@ -98,6 +98,8 @@ class Diagnosis:
     notes: tuple[str, ...]
     fleets: tuple[Fleet, ...] = ()
     """The models that several engines serve, each as one."""
+    flags: Mapping[str, Flags] = field(default_factory=dict)
+    """What each engine was judged by."""
 
     def worst(self) -> Severity | None:
         """The highest severity among findings that nothing else explains."""
@@ -122,6 +124,7 @@ class Diagnosis:
                 }
                 for name, value in self.slo.values.items()
             },
+            "flags": _flags_json(self.flags),
             "findings": [_finding_json(finding) for finding in self.findings],
             "cannot_tell": [
                 {
@@ -147,6 +150,25 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _flags_json(engines: Mapping[str, Flags]) -> dict[str, Any]:
+    """By name. Where engines differ: of the first, and ``engines`` has the value of each."""
+    each = {engine: {flag.name: flag for flag in flags.judged_by()} for engine, flags in engines.items()}
+    found: dict[str, Any] = {}
+    for name in sorted({name for own in each.values() for name in own}):
+        own = {engine: flags[name] for engine, flags in each.items() if name in flags}
+        first = next(iter(own.values()))
+        entry: dict[str, Any] = {
+            "value": first.value,
+            "origin": "default" if first.origin == "guessed" else first.origin,
+        }
+        if not first.number.exact:  # a bound that is not finite is null
+            entry["between"] = [first.number.low, first.number.high]
+        if len({str(flag.value) for flag in own.values()}) > 1:
+            entry["engines"] = {engine: flag.value for engine, flag in own.items()}
+        found[name] = entry
+    return found
 
 
 def _fleet_json(fleet: Fleet) -> dict[str, Any]:

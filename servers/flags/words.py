@@ -11,11 +11,13 @@ import json
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, cast
 
 from servers.connection import masked
 from servers.errors import UserError
-from servers.facts import releases_of
+from servers.facts import Flag, releases_of
 
 Kind = Literal["switch", "int", "size", "float", "json", "text", "many"]
 
@@ -24,22 +26,55 @@ class FlagError(UserError):
     """A command line that cannot be read. The message says which word, why, and what to write."""
 
 
-_VLLM = releases_of("vllm")
-assert _VLLM is not None, "there are wheels of vLLM"
 _OWN: dict[str, Kind] = {"device_memory": "int", "api_key": "text", "optimization_level": "int"}
 """What only the bundled engine has, and what is given as one word although its server takes several."""
-KINDS: Mapping[str, Kind] = {
-    **{name: cast("Kind", spans[-1][2].kind) for name, spans in _VLLM.flags.items()},
-    **_OWN,
-}
-"""What a flag's value is, of every release of vLLM. A flag that is not here is guessed from its text."""
-SHORT = {
-    option[1:]: name
-    for name, spans in _VLLM.flags.items()
-    for _, _, flag in spans
-    for option in flag.options
-    if not option.startswith("--")
-}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The flags of a program, over all releases of it that are known."""
+
+    kinds: Mapping[str, Kind]
+    """What a flag's value is, as in the newest release that has it. Others are guessed from their text."""
+    short: Mapping[str, str]
+    """``tp`` -> ``tensor_parallel_size``."""
+    spelled: Mapping[str, str] = field(default_factory=dict)
+    """Every long form that abbreviations may stand for -> its flag."""
+    older: Mapping[str, str] = field(default_factory=dict)
+    """Those that the release in question does not have."""
+
+
+def _kind(spans: Sequence[tuple[str, str | None, Flag]]) -> Kind:
+    """As in the newest release. A switch stays one: what only warns that it is deprecated takes no value."""
+    kinds = [flag.kind for _, _, flag in spans]
+    return cast("Kind", "switch" if "switch" in kinds and kinds[-1] == "text" else kinds[-1])
+
+
+@cache
+def vocabulary(server: str, version: str | None = None) -> Vocabulary:
+    """Of a kind of server by its name, of one ``version`` (None: the newest). Where no releases of a server
+    are known: vLLM's, without abbreviations."""
+    releases = releases_of(server)
+    if releases is None:
+        return Vocabulary(KINDS, SHORT)
+    kinds = {name: _kind(spans) for name, spans in releases.flags.items()} | _OWN
+    short: dict[str, str] = {}
+    spelled: dict[str, str] = {}
+    older: dict[str, str] = {}
+    for name, spans in releases.flags.items():
+        has = spans[-1][1] is None if version is None else releases.flag(name, version) is not None
+        for option in {f"--{name}", *(option for _, _, flag in spans for option in flag.options)}:
+            if option.startswith("--"):
+                form = option[2:].replace("-", "_")
+                # Where two flags share a form, as two tables of SGLang do, it is the flag of that name.
+                (spelled if has else older)[form] = form if form in kinds else name
+            else:
+                short[option[1:]] = name
+    return Vocabulary(kinds, short, spelled, older)
+
+
+KINDS: Mapping[str, Kind] = vocabulary("vllm").kinds
+SHORT: Mapping[str, str] = vocabulary("vllm").short
 _EXPORT = re.compile(r"^\s*export\s+([A-Za-z_]\w*)=('[^']*'|\"[^\"]*\"|[^\s;&]*)", re.MULTILINE)
 _SETUP = re.compile(
     r"^[ \t]*(#|export\s|source\s|\.\s|cd\s|set\s|unset\s|ulimit\s|module\s|conda\s|mkdir\s|echo\s"
@@ -144,13 +179,14 @@ def _apart(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def parse_flags(
-    words: Sequence[str], many: Collection[str] = (), known: Collection[str] = ()
+    words: Sequence[str], many: Collection[str] = (), known: Vocabulary | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """(flags by name, words that belong to no flag). ``many``: more flags that take several words. ``known``:
-    the names that abbreviations may stand for.
+    the program's flags (None: vLLM's, without abbreviations).
 
     Raises FlagError.
     """
+    table = known or Vocabulary(KINDS, SHORT)
     flags: dict[str, Any] = {}
     positional: list[str] = []
     pending = iter(_Words(words))
@@ -160,21 +196,22 @@ def parse_flags(
         if not _is_flag(word):
             positional.append(word)
             continue
-        if joined := re.fullmatch(r"-([A-Za-z]+)(\d+)", word):  # -tp8, -O3
-            option = "--optimization-level" if joined[1] == "O" else f"-{joined[1]}"
+        if joined := re.fullmatch(r"-([A-Za-z]+)(\d+|\{.*\})", word, re.DOTALL):  # -tp8, -O3, -O{…}
+            level = joined[1] == "O" and joined[2].isdecimal()
+            option = "--optimization-level" if level else f"-{joined[1]}"
             word = f"{option}={joined[2]}"
         written, has_value, text = word.partition("=")
-        name, keys = _name(written)
-        name = _whole(written, name, known)
+        name, keys = _name(written, table)
+        name = _whole(written, name, table)
         if name in _PARTS:
             name, key = _PARTS[name]
             keys = [key]
-        if name.startswith("no_"):
+        if name.startswith("no_") and name not in table.kinds:
             if has_value:
                 raise FlagError(f"{word}: takes no value. Write {written}")
             _store(flags, name[3:], keys, False)
             continue
-        kind: Kind | None = "many" if name in many else KINDS.get(name) if not keys else None
+        kind: Kind | None = "many" if name in many else table.kinds.get(name) if not keys else None
         values = [text] if has_value else pending.values(kind)
         _store(flags, name, keys, _value(written, kind, values))
     return flags, positional
@@ -214,26 +251,39 @@ def _is_flag(word: str) -> bool:
     return len(word) > 1 and word[0] == "-" and not _NUMBER.fullmatch(word)
 
 
-def _name(written: str) -> tuple[str, list[str]]:
+def _name(written: str, table: Vocabulary) -> tuple[str, list[str]]:
     """``--speculative-config.method`` -> ("speculative_config", ["method"])."""
     if written.startswith("--"):
         name, *keys = written[2:].split(".")
         return name.replace("-", "_"), keys
     short, *keys = written[1:].split(".")
-    if short not in SHORT:
-        raise FlagError(f"{written}: no such short flag. Write its long form; known: -{', -'.join(SHORT)}")
-    return SHORT[short], keys
+    if short not in table.short:
+        known = ", -".join(table.short)
+        raise FlagError(f"{written}: no such short flag. Write its long form; known: -{known}")
+    return table.short[short], keys
 
 
-def _whole(written: str, name: str, known: Collection[str]) -> str:
-    """``name``, or the only one of ``known`` that it abbreviates, as argparse takes it."""
-    if name in known or name.removeprefix("no_") in known or name in _PARTS:
+def _whole(written: str, name: str, table: Vocabulary) -> str:
+    """``name``, or the only flag that it abbreviates, as argparse takes it: among those of the release, else
+    of older ones."""
+    if name in table.kinds or name in _PARTS:
         return name
-    meant = sorted(other for other in known if other.startswith(name))
-    if len(meant) > 1:
-        forms = ", ".join("--" + other.replace("_", "-") for other in meant[:6])
-        raise FlagError(f"{written} is short for several flags ({forms}). Write out the one that is meant")
-    return meant[0] if meant else name
+    negated = name.startswith("no_")
+    for spelled in (table.spelled, table.older):
+        if name in spelled:
+            return spelled[name]
+        begun = name[3:] if negated else name
+        meant = sorted({flag for form, flag in spelled.items() if form.startswith(begun)})
+        if negated:
+            meant = [flag for flag in meant if table.kinds[flag] == "switch"]
+        if len(meant) > 1 and begun not in meant:
+            forms = ", ".join("--" + "no-" * negated + other.replace("_", "-") for other in meant[:6])
+            raise FlagError(
+                f"{written} is short for several flags ({forms}). Write out the one that is meant"
+            )
+        if meant:
+            return "no_" * negated + (begun if begun in meant else meant[0])
+    return name
 
 
 def _value(written: str, kind: Kind | None, texts: list[str]) -> Any:
@@ -265,7 +315,7 @@ def _value(written: str, kind: Kind | None, texts: list[str]) -> Any:
 
 
 def _integer(written: str, text: str, kind: Kind) -> int | str:
-    if re.fullmatch(r"-?\d+", text):
+    if re.fullmatch(r"-?\d+(_\d+)*", text):
         return int(text)
     if kind == "size":  # vLLM's human-readable integers: 16k is 16,000 and 16K is 16,384
         if text == "auto":

@@ -100,7 +100,10 @@ Restart=always
          {"data_parallel_size": 8, "data_parallel_size_local": 2, "num_speculative_tokens": 3}),
         ("vllm serve m --speculative-config “{\"method\": \"ngram\", \"num_speculative_tokens\": 2}”", None),
         ("vllm serve m --max-num-batched 4096", {"max_num_batched_tokens": 4096}),
-        ("vllm serve m --no-enable-prefix-cach", {"enable_prefix_cach": False}),
+        ("python -m sglang.launch_server --model m --tp 2", {"tensor_parallel_size": 2}),
+        ("docker run vllm/vllm-openai:v0.9.0 --model m --kv-cache fp8", {"kv_cache_dtype": "fp8"}),
+        ("vllm serve m -O'{\"mode\": 3}' --max-num-seqs 1_024", {"max_num_seqs": 1024}),
+        ("vllm serve m --no-enable-prefix-cach", {"enable_prefix_caching": False}),
     ],
 )  # fmt: skip
 def test_other_forms(command: str, flags: dict[str, Any] | None) -> None:
@@ -122,6 +125,7 @@ def test_other_forms(command: str, flags: dict[str, Any] | None) -> None:
         ("services:\n  web: {image: nginx}\n", "no server is named"),
         ("vllm serve --config nowhere.yaml", "--config nowhere.yaml: cannot be read here"),
         ("@nowhere.yaml", "the file with the command nowhere.yaml: cannot be read here"),
+        ("vllm serve m --max-num-sequences 8", "vLLM has no such flag. Is --max-num-seqs meant"),
         ("vllm serve m --max-num-seqs $SEQS", "shell variables are not expanded here"),
         ("a: [1", "neither a command nor YAML"),
     ],

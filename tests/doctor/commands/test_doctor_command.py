@@ -65,6 +65,36 @@ def test_json_has_the_documented_form(capped: str) -> None:
     assert kinds["slow-start"] == {"elsewhere"}
 
 
+def test_json_says_which_flags_it_judged_by_and_where_they_are_from(capped: str, tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(
+        "max-num-seqs: 2\nmax-model-len: 8192\nspeculative-config: {num_speculative_tokens: 3}\n"
+    )
+    command = f"docker run i/vllm:v0.11.0 --config {settings} --max-model-len 4096 --api-key mine"
+    command += " --no-async-scheduling"
+    result = run("doctor", "--series", capped, "--flags", command, "--format", "json")
+    document = json.loads(result.stdout)
+    flags = document["flags"]
+    assert document["server"]["version"] == "0.11.0"
+    assert flags["max_num_seqs"] == {"value": 2, "origin": "config file"}
+    assert flags["num_speculative_tokens"] == {"value": 3, "origin": "config file"}
+    assert flags["max_model_len"] == {"value": 4096, "origin": "given"}
+    assert flags["async_scheduling"] == {"value": False, "origin": "given"}
+    assert flags["enable_chunked_prefill"] == {"value": True, "origin": "default"}
+    assert "mine" not in result.stdout
+    document = json.loads(run("doctor", "--series", capped, "--format", "json").stdout)
+    assert document["flags"]["max_num_seqs"] == {"value": 2, "origin": "inferred"}
+    assert document["flags"]["tensor_parallel_size"] == {"value": 1, "origin": "default", "between": [1, 64]}
+
+
+def test_a_flag_that_no_release_has_leaves_no_default_certain(capped: str) -> None:
+    command = "vllm serve m --max-num-seqs 2 --unheard-of 7"
+    document = json.loads(run("doctor", "--series", capped, "--flags", command, "--format", "json").stdout)
+    assert document["flags"]["enable_chunked_prefill"]["between"] == [0, 1]
+    assert any(note.startswith("--unheard-of: no release of vLLM") for note in document["notes"])
+    assert "--unheard-of: no release of vLLM" in run("doctor", "--series", capped, "--flags", command).stdout
+
+
 @pytest.mark.parametrize(("threshold", "code"), [(None, 0), ("info", 1), ("warning", 1), ("critical", 0)])
 def test_fail_on_gates_the_exit_code(capped: str, threshold: str | None, code: int) -> None:
     gate = ["--fail-on", threshold] if threshold else []
