@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from engine.models.model_config import ModelConfig
 
 MIB = 1 << 20
+FITTED = "fitted to published runs of vLLM 0.15 on H100, A100 and L40S: see docs/simulate.md"
+"""Where the constants are from that no data sheet has: five for all devices, none for a single one."""
 
 
 @dataclass(frozen=True)
@@ -32,20 +34,28 @@ class Device:
     link_bytes_per_second: float
     """Bytes per second of its links to the other devices of a server, one direction."""
     sources: Mapping[str, str]
-    attainable: float = 0.7
-    """Share of the stated peaks that good kernels reach; an assumption."""
+    attainable_flops: float = 0.9
+    attainable_bandwidth: float = 0.75
+    """Shares of the stated peaks that kernels reach; fitted (see FITTED)."""
     host: float = 1e-3
     """Seconds of scheduling and preparation per step; an assumption."""
     host_per_sequence: float = 8e-6
-    launch: float = 5e-4
-    """Seconds of a step that are neither products nor reading; an assumption."""
-    all_reduce: float = 1e-5
-    """Seconds of a sum over the devices before any byte is moved; an assumption."""
+    launch: float = 1e-3
+    """Seconds of a step that are neither products nor reading; fitted."""
+    all_reduce: float = 4e-6
+    """Seconds of a sum over the devices before any byte is moved; fitted."""
+    entry: float = 12.1e-3
+    """Seconds in the API server, of a request and its answers; fitted."""
 
     @property
-    def large(self) -> bool:
-        """Whether vLLM serves with its larger defaults here: from 70 GiB on, but for the A100."""
-        return self.memory_bytes >= 70 << 30 and "A100" not in self.name
+    def batch_defaults(self) -> dict[str, int]:
+        """The API server's by the device's memory in vLLM 0.28 and later (``EngineArgs.get_batch_defaults``):
+        from 160 GiB on the largest, from 70 GiB on larger ones, but for the A100."""
+        if self.memory_bytes >= 160 << 30:
+            return {"max_num_batched_tokens": 16384, "max_num_seqs": 1024}
+        if self.memory_bytes >= 70 << 30 and "A100" not in self.name:
+            return {"max_num_batched_tokens": 8192, "max_num_seqs": 1024}
+        return {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
 
 
 _PCIE4, _PCIE5 = "PCI Express 4.0 x16, one direction", "PCI Express 5.0 x16, one direction"
@@ -236,10 +246,10 @@ def roofline(
     1) / n of the bytes over each link, after a fixed delay.
     """
     sizes, count = sizes or Sizes(), tensor_parallel_size
-    flops = device.flops * device.attainable * count
+    flops = device.flops * device.attainable_flops * count
     narrow = device.fp8_flops is not None and sizes.weights == 1
     layer_flops = flops * (device.fp8_flops / device.flops if narrow and device.fp8_flops else 1)
-    bandwidth = device.bytes_per_second * device.attainable
+    bandwidth = device.bytes_per_second * device.attainable_bandwidth
     head = model.vocab_size * model.hidden_size
     layers = layer_parameters(model)
     kv_bytes = kv_bytes_per_token(model, sizes, count)
@@ -252,9 +262,10 @@ def roofline(
         weights=(layers * sizes.weights + head * 2) / (bandwidth * count),
         per_token=2 * layers / layer_flops,
         per_row=2 * head / flops,
-        per_exchanged_token=moved / (device.link_bytes_per_second * device.attainable),
+        per_exchanged_token=moved / (device.link_bytes_per_second * device.attainable_bandwidth),
         per_context=kv_bytes / bandwidth,
         per_pair=4 * model.num_layers * model.num_heads * model.head_dim / flops,
         per_moved_block=kv_bytes * block_size / device.host_bytes_per_second,
+        entry=device.entry,
         source=f"roofline of {f'{count} x ' if count > 1 else ''}{device.name} (estimate)",
     )

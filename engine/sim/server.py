@@ -19,7 +19,7 @@ from engine.metrics.prometheus import PrometheusMetrics
 from engine.metrics.stats import FinishedStats
 from engine.models.model_config import ModelConfig
 from engine.request import RequestStatus
-from engine.sim.devices import Device, Sizes, kv_bytes_per_token, layer_parameters, roofline
+from engine.sim.devices import FITTED, Device, Sizes, kv_bytes_per_token, layer_parameters, roofline
 from engine.sim.fast_decode import FastDecodeScheduler
 from engine.sim.simulated_runner import TOKEN_ID, ModelSize, SimulatedRunner, TimedRequest, VirtualClock
 from engine.sim.step_times import StepLoad, StepTimes
@@ -67,9 +67,7 @@ class Simulation:
 
 def gpu_defaults(device: Device) -> dict[str, int]:
     """The flags of ``vllm serve`` whose defaults depend on the device."""
-    if device.large:
-        return {"max_num_batched_tokens": 8192, "max_num_seqs": 1024}
-    return {"max_num_batched_tokens": 2048, "max_num_seqs": 256}
+    return device.batch_defaults
 
 
 def on_device(
@@ -99,12 +97,13 @@ def on_device(
         share = 1 - times.overlap
         times = replace(times, host=share * times.host, host_per_sequence=share * times.host_per_sequence)
     assumed = (
-        f"kernels reach {device.attainable:.0%} of the peaks of the data sheet",
+        f"kernels reach {device.attainable_flops:.0%} of the data sheet's FLOP/s and "
+        f"{device.attainable_bandwidth:.0%} of its bytes/s ({FITTED})",
         f"{device.host * 1e3:g} ms of host time a step and {device.host_per_sequence * 1e6:g} µs a sequence"
         + (", half of it beside the step before (async scheduling)" if hidden else ""),
         f"{device.launch * 1e3:g} ms to launch a step",
         f"{RESERVED_BYTES / GIB:g} GiB for context, communicators and graphs",
-        "no time in the API server",
+        f"{device.entry * 1e3:g} ms in the API server",
         *([f"{device.all_reduce * 1e6:g} µs to begin a sum over devices"] if count > 1 else ()),
         *(["layers with a window attend to everything"] if any(k.window for k in model.kinds) else ()),
         *_about_drafts(config, acceptance),

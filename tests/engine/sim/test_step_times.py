@@ -197,13 +197,15 @@ LLAMA_8B = ModelConfig.from_hf({**CONFIG, "torch_dtype": "bfloat16"})
 
 def test_a_roofline_from_shapes_and_a_data_sheet() -> None:
     """8.03e9 parameters, of which 0.53e9 are the embedding that is only looked up; 128 KiB of KV a token."""
-    exact = roofline(LLAMA_8B, replace(H100_SXM, attainable=1.0))
+    exact = roofline(LLAMA_8B, replace(H100_SXM, attainable_flops=1.0, attainable_bandwidth=1.0))
     assert exact.weights == pytest.approx(2 * 7.505e9 / 3.35e12, rel=1e-3)
     assert exact.per_token + exact.per_row == pytest.approx(2 * 7.505e9 / 989.4e12, rel=1e-3)
     assert exact.per_context == pytest.approx(131_072 / 3.35e12)
     assert exact.per_pair == pytest.approx(4 * 32 * 4096 / 989.4e12)
     assert exact.per_moved_block == pytest.approx(16 * 131_072 / 64e9)
-    assert roofline(LLAMA_8B, H100_SXM).weights == pytest.approx(exact.weights / 0.7)
+    assert roofline(LLAMA_8B, H100_SXM).weights == pytest.approx(exact.weights / 0.75)
+    assert roofline(LLAMA_8B, H100_SXM).per_token == pytest.approx(exact.per_token / 0.9)
+    assert exact.entry == 12.1e-3
     assert "estimate" in exact.source
 
 
@@ -215,7 +217,7 @@ def test_every_number_of_a_device_has_its_source(name: str) -> None:
 
 def test_fp8_reads_half_and_computes_twice_as_fast_where_the_device_has_it() -> None:
     wide, narrow = (roofline(LLAMA_8B, H100_SXM, sizes=Sizes(weights=size)) for size in (2, 1))
-    head = 2 * 128_256 * 4096 / (0.7 * 3.35e12)
+    head = 2 * 128_256 * 4096 / (0.75 * 3.35e12)
     assert narrow.weights - head == pytest.approx((wide.weights - head) / 2, rel=1e-6)
     assert narrow.per_token == pytest.approx(wide.per_token / 2, rel=1e-3)
     assert (narrow.per_context, narrow.per_row) == (wide.per_context, wide.per_row)
@@ -229,7 +231,7 @@ def test_devices_in_parallel_share_the_work_and_sum_activations_twice_a_layer() 
         assert getattr(four, name) == pytest.approx(getattr(one, name) / 4)
     assert four.launch == pytest.approx(one.launch + 64 * H100_SXM.all_reduce)
     ring = 2 * 3 / 4 * 4096 * 2
-    assert four.per_exchanged_token == pytest.approx(64 * ring / (0.7 * 450e9))
+    assert four.per_exchanged_token == pytest.approx(64 * ring / (0.75 * 450e9))
     assert one.per_exchanged_token == 0
     sixteen = roofline(LLAMA_8B, H100_SXM, tensor_parallel_size=16)
     assert sixteen.per_context == pytest.approx(one.per_context / 8), "8 KV heads are repeated"
@@ -280,3 +282,18 @@ def test_a_recording_runner_knows_no_host_time_after_a_pause() -> None:
         recording.execute(plan((10, 1, 0, True)))
     hosts = [sample.host_seconds for sample in recording.samples]
     assert hosts == [None, pytest.approx(0.5), None, pytest.approx(0.5)]
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "seqs"),
+    [
+        ("l40s", 2048, 256),
+        ("a100", 2048, 256),
+        ("h100", 8192, 1024),
+        ("h200", 8192, 1024),
+        ("b200", 16384, 1024),
+        ("mi300x", 16384, 1024),
+    ],
+)
+def test_defaults_follow_the_memory(name: str, tokens: int, seqs: int) -> None:
+    assert DEVICES[name].batch_defaults == {"max_num_batched_tokens": tokens, "max_num_seqs": seqs}
