@@ -14,6 +14,7 @@ from loadgen.targets.endpoint import EndpointTarget
 from loadgen.targets.server import ServerTarget
 from servers.command import parse_command
 from servers.flags.offered_flags import OfferedFlags
+from servers.flags.words import FlagError
 from servers.slo.objective import parse_slo
 from tuner.job.job import Job
 from tuner.job.options import Options
@@ -111,8 +112,8 @@ def test_flags_that_the_program_lacks_are_refused_before_anything_begins() -> No
     ]
     with pytest.raises(TargetError, match=r"vllm 0\.32\.0 has no --block-size\. Leave it out"):
         check(Answering("block_size"), flags="--block-size 16")
-    with pytest.raises(TargetError, match=r"has no --max-num-seq \(did you mean --max-num-seqs\?\)"):
-        check(Answering(), flags="--max-num-seq 16")
+    with pytest.raises(FlagError, match=r"--max-num-seqz: vLLM has no such flag. Is --max-num-seqs meant\?"):
+        check(Answering(), flags="--max-num-seqz 16")
     with pytest.raises(SpaceError, match=r"vllm 0\.32\.0 has no --max-num-partial-prefills"):
         check(Answering("max_num_partial_prefills"), vary=["max_num_partial_prefills"])
     with pytest.raises(SpaceError, match="no such flag"):
