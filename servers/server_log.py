@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +9,8 @@ from servers.errors import SourceError
 from servers.input_file import GZIP, gunzipped, read_input
 from servers.kinds import KINDS, LABELS
 from servers.logs import vllm_log
+from servers.logs.lines import own_lines, writers
 from servers.logs.log_facts import LogFacts
-
-_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
 
 def read_log(path: Path) -> LogFacts:
@@ -26,7 +24,12 @@ def read_log(path: Path) -> LogFacts:
         raise SourceError(f"--log {path}: damaged gzip data ({complaint}); nothing could be read")
     if b"\x00" in raw[:4096]:
         raise SourceError(f"--log {path}: binary data, neither text nor gzip")
-    facts = parse_log(raw.decode("utf-8", errors="replace"))
+    text = raw.decode("utf-8", errors="replace")
+    if len(names := writers(text)) > 1:
+        raise SourceError(
+            f"--log {path}: several servers write in it ({', '.join(names[:5])}); give one's lines"
+        )
+    facts = parse_log(text)
     if not facts.flags and facts.version is None and not facts.scrapes:
         raise SourceError(f"--log {path}: no line of a {LABELS} log in it")
     return facts
@@ -35,7 +38,7 @@ def read_log(path: Path) -> LogFacts:
 def parse_log(text: str) -> LogFacts:
     """The facts in a log's text; one that no other kind of server claims is read as vLLM's. Of a restarted
     server the last start counts."""
-    text = _COLOUR.sub("", text)
+    text = own_lines(text)
     for kind in KINDS.values():
         if kind.log is not None and kind.log.wrote(text):
             facts = kind.log.parse(text)

@@ -72,6 +72,10 @@ _DRAFTS = (
         True,
     ),
 )
+_POSITIONS = re.compile(
+    r"SpecDecoding metrics: .*?Drafted: (\d+) tokens.*?Per-position acceptance rate: ([\d., ]+)"
+)
+"""A rate for each token of a draft: so many tokens does a draft have."""
 _PREEMPTED = re.compile(r"(?:total_num_cumulative_preemption|total_cumulative_preemption_cnt)=(\d+)")
 """V0 warns with its running total."""
 _DUMP_KEYS = {
@@ -202,6 +206,8 @@ def _periodic(lines: Sequence[str]) -> list[tuple[int, str]]:
         extras["vllm:num_preemptions_total"] = 0.0
     if any(pattern.search(line) for pattern, _ in _DRAFTS for line in lines):
         extras |= {f"vllm:spec_decode_num_{name}_tokens_total": 0.0 for name in ("accepted", "draft")}
+    if any(_POSITIONS.search(line) for line in lines):
+        extras["vllm:spec_decode_num_drafts_total"] = 0.0
     totals: dict[str, tuple[int, float, float]] = {}
     latest: dict[str, str] = {}
     pages: dict[int, str] = {}
@@ -256,6 +262,8 @@ def _note(line: str, extras: dict[str, float]) -> None:
         extras["vllm:gpu_prefix_cache_hit_rate"] = float(match[1]) / 100
     if match := _PREEMPTED.search(line):
         extras["vllm:num_preemptions_total"] = float(match[1])
+    if match := _POSITIONS.search(line):
+        extras["vllm:spec_decode_num_drafts_total"] += float(match[1]) / len(match[2].strip(" ,").split(","))
     for pattern, cumulative in _DRAFTS:
         if match := pattern.search(line):
             for name, tokens in (("accepted", match[1]), ("draft", match[2])):

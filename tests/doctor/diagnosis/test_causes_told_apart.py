@@ -138,7 +138,7 @@ def test_a_burst_of_prompts_is_no_overload_and_has_no_gap_between_tokens() -> No
 def test_prompts_that_keep_coming_are_overload() -> None:
     found = reported("flood-of-prompts.log")
     assert found.findings[0].id == "overload"
-    assert found.findings[0].flags["num_speculative_tokens"].value >= 1
+    assert found.findings[0].flags["num_speculative_tokens"].value == 2  # positions, of which it tells rates
     assert not any(item.signal == "itl_mean" for item in found.findings[0].evidence)
 
 
