@@ -9,7 +9,7 @@ from servers.errors import SourceError
 from servers.input_file import GZIP, gunzipped, read_input
 from servers.kinds import KINDS, LABELS
 from servers.logs import vllm_log
-from servers.logs.lines import own_lines, writers
+from servers.logs.lines import own_lines, without_colours, writers
 from servers.logs.log_facts import LogFacts
 
 
@@ -24,7 +24,7 @@ def read_log(path: Path) -> LogFacts:
         raise SourceError(f"--log {path}: damaged gzip data ({complaint}); nothing could be read")
     if b"\x00" in raw[:4096]:
         raise SourceError(f"--log {path}: binary data, neither text nor gzip")
-    text = raw.decode("utf-8", errors="replace")
+    text = without_colours(raw.decode("utf-8", errors="replace"))
     if len(names := writers(text)) > 1:
         raise SourceError(
             f"--log {path}: several servers write in it ({', '.join(names[:5])}); give one's lines"
@@ -38,7 +38,7 @@ def read_log(path: Path) -> LogFacts:
 def parse_log(text: str) -> LogFacts:
     """The facts in a log's text; one that no other kind of server claims is read as vLLM's. Of a restarted
     server the last start counts."""
-    text = own_lines(text)
+    text = own_lines(without_colours(text))
     for kind in KINDS.values():
         if kind.log is not None and kind.log.wrote(text):
             facts = kind.log.parse(text)

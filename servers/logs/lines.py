@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,26 +29,36 @@ _LOAD = re.compile(r"Avg prompt throughput|(?:Prefill|Decode) batch|Avg thr \(in
 
 
 def own_lines(text: str) -> str:
-    """A log's text, each line from its own stamp on. A line without one gets what stands around it."""
-    if "\x1b" in text or "[0" in text or "[m" in text:
-        text = _COLOUR.sub("", text)
-    return "\n".join(_whole(_unwrapped(text)))
+    """The text of a log without colours, each line from its own stamp on. A line without one gets what stands
+    around it."""
+    lines: Iterable[str] = text.splitlines()
+    if '{"' in text:
+        lines = _unwrapped(lines)
+    if "stdout P " in text or "stderr P " in text:
+        lines = _whole(lines)
+    return "\n".join(map(_from_stamp, lines))
+
+
+def without_colours(text: str) -> str:
+    return _COLOUR.sub("", text) if "\x1b" in text or "[0" in text or "[m" in text else text
 
 
 def writers(text: str) -> list[str]:
-    """Whose lines on load are in the text, where each line begins with a container's name, as Compose and
-    ``kubectl logs --prefix`` write it."""
+    """Whose lines on load are in the text without colours, where each line begins with a container's name, as
+    Compose and ``kubectl logs --prefix`` write it."""
+    if not _WRITER.search(text):
+        return []
     found = (
         match[1] or match[2]
-        for line in _COLOUR.sub("", text).splitlines()
+        for line in text.splitlines()
         if _LOAD.search(line) and (match := _WRITER.match(line))
     )
     return list(dict.fromkeys(found))
 
 
-def _unwrapped(text: str) -> Iterator[str]:
+def _unwrapped(lines: Iterable[str]) -> Iterator[str]:
     """Lines that are JSON objects as their message, after the time that the object has."""
-    for line in text.splitlines():
+    for line in lines:
         if "{" in line and line.rstrip().endswith("}"):
             begin = line.index("{")
             if line[begin : begin + 2] == '{"' and (said := _message(line[begin:])) is not None:
@@ -81,8 +91,8 @@ def _time(item: Mapping[str, Any]) -> str:
     return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _whole(lines: Iterator[str]) -> Iterator[str]:
-    """Parts of lines put together, and a date where only the runtime's is there."""
+def _whole(lines: Iterable[str]) -> Iterator[str]:
+    """Parts of lines put together."""
     begun = ""
     for line in lines:
         if (part := _PART.match(line)) and (begun or part[1] == "P"):
@@ -90,7 +100,7 @@ def _whole(lines: Iterator[str]) -> Iterator[str]:
             if part[1] == "P":
                 continue
             line, begun = begun, ""
-        yield _from_stamp(line)
+        yield line
 
 
 def _from_stamp(line: str) -> str:
