@@ -12,13 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from servers.flags.words import KINDS as WRITTEN
 from servers.flags.words import FlagError, Vocabulary, parse_flags, split_statements, stray, vocabulary
+from servers.input_file import read_input
 from servers.kind import ServerKind
 from servers.kinds import KINDS, VLLM, find_start
 from servers.launch_file import read_launches
 
-MAX_FILE_CHARACTERS = 1_000_000
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|\((\w+)\)|(\w+))")
 _ENV = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 _DOCKER_SWITCHES = re.compile(
@@ -49,7 +48,7 @@ class ServerCommand:
             return None
         if start := find_start(shlex.split(self.program)):
             return start.kind
-        return next((kind for kind in KINDS.values() if kind.program in self.program), VLLM)
+        return kind_of_image(self.program) or VLLM
 
     @property
     def version(self) -> str | None:
@@ -139,11 +138,13 @@ def _names_server(words: Sequence[str]) -> bool:
         return False
     if words[0].startswith("-") or find_start(words) is not None:
         return True
+    if _inner(words) is not None:
+        return True
     runs = _docker_run(words)
-    if runs is None or _inner(words) is not None:
-        return _inner(words) is not None
+    if runs is None:
+        return False
     image = _docker_image(words, runs + 2)
-    return _is_of_a_server(words[image]) or "".join(words[image + 1 : image + 2]).startswith("-")
+    return kind_of_image(words[image]) is not None or "".join(words[image + 1 : image + 2]).startswith("-")
 
 
 def _inner(words: Sequence[str]) -> int | None:
@@ -173,10 +174,10 @@ def _parsed(env: dict[str, str], words: list[str]) -> ServerCommand:
     command = ServerCommand(program, env=env, rest=tuple(rest))
     kind = command.kind or VLLM
     spelling, known = kind.spelling, vocabulary(kind.name, command.version)
-    own, positional = parse_flags(words, spelling.many, known)
+    own, positional = parse_flags(words, known, spelling.many)
     _refuse_misspelt(own, known, kind)
-    if kind is VLLM and not _is_known_image(program):
-        _refuse_strangers(program, own)
+    if program and find_start(shlex.split(program)) is None and kind_of_image(program) is None:
+        _refuse_strangers(program, own, known)
     flags = spelling.from_own(own)
     settled: dict[str, Any] = {}
     if isinstance(file := flags.pop("config", None), str) and kind is VLLM:
@@ -207,19 +208,15 @@ def _refuse_misspelt(own: Mapping[str, Any], known: Vocabulary, kind: ServerKind
             )
 
 
-def _is_of_a_server(image: str) -> bool:
-    return any(kind.program in image for kind in KINDS.values())
+def kind_of_image(image: str) -> ServerKind | None:
+    """The kind whose program an image is named after; None: it may hold anything."""
+    return next((kind for kind in KINDS.values() if kind.program in image), None)
 
 
-def _is_known_image(program: str) -> bool:
-    """Whether a program is one that is known, or an image that says whose it is."""
-    return not program or find_start(shlex.split(program)) is not None or _is_of_a_server(program)
-
-
-def _refuse_strangers(image: str, flags: Mapping[str, Any]) -> None:
+def _refuse_strangers(image: str, flags: Mapping[str, Any], known: Vocabulary) -> None:
     """An image that may hold anything is vLLM's where it takes vLLM's flags."""
     for name in flags:
-        if name not in WRITTEN:
+        if name not in known.kinds:
             raise FlagError(
                 f"the image {image!r} takes --{name.replace('_', '-')}, which vLLM does not. Which server is "
                 "it? Write the command that the image runs behind it, as 'docker run … IMAGE vllm serve M …'"
@@ -245,13 +242,12 @@ def _settings(file: str) -> dict[str, Any]:
             words += [option, *map(str, value)]
         elif value is not None:
             words.append(f"{option}={json.dumps(value) if isinstance(value, dict) else value}")
-    return parse_flags(words, known=vocabulary(VLLM.name))[0]
+    return parse_flags(words, vocabulary(VLLM.name))[0]
 
 
 def _read(path: str, what: str) -> str:
     try:
-        with Path(path).expanduser().open(encoding="utf-8", errors="replace") as file:
-            return file.read(MAX_FILE_CHARACTERS)
+        return read_input(Path(path).expanduser()).decode(errors="replace")
     except OSError as error:
         raise FlagError(
             f"{what} {path}: cannot be read here ({error.strerror}). Run where it lies, or give its flags"
@@ -261,9 +257,11 @@ def _read(path: str, what: str) -> str:
 def _with_entrypoint(words: list[str]) -> list[str]:
     """``docker run --entrypoint X IMAGE …`` as the same without an entry point, X behind the image."""
     runs = _docker_run(words)
-    for at in range(0 if runs is None else runs, len(words)):
+    if runs is None:
+        return words
+    for at in range(runs, len(words)):
         name, _, value = words[at].partition("=")
-        if runs is not None and name == "--entrypoint":
+        if name == "--entrypoint":
             own, after = ([value], words[at + 1 :]) if value else (words[at + 1 : at + 2], words[at + 2 :])
             image = _docker_image(after, 0)
             return [*words[:at], "--entrypoint=", *after[: image + 1], *own, *after[image + 1 :]]

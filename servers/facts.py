@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache, cached_property
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
-import msgspec
-
+FILE = Path(__file__).with_name("facts.json")
 Version = tuple[int, ...]
 HIDDEN = "show_hidden_metrics"
 """In a condition of a metric: it is exposed with ``--show-hidden-metrics-for-version`` alone."""
 
 
-class Flag(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Flag:
     """``kind``: as in :mod:`servers.flags.words`. ``default``: None also where it is not a constant."""
 
     options: tuple[str, ...]
@@ -29,7 +30,8 @@ class Flag(msgspec.Struct, frozen=True):
     choices: tuple[Any, ...] = ()
 
 
-class Metric(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Metric:
     """``when``: the conditions in the source that it is made under; () for one that is always there."""
 
     type: str
@@ -42,13 +44,13 @@ class Metric(msgspec.Struct, frozen=True):
         return any(HIDDEN in condition for condition in self.when)
 
 
-class Releases(msgspec.Struct, frozen=True, dict=True):
+@dataclass(frozen=True)
+class Releases:
     """Of one kind of server. ``metrics``: names without the suffixes of counters and histograms."""
 
     releases: tuple[str, ...]
     flags: Mapping[str, tuple[tuple[str, str | None, Flag], ...]]
     metrics: Mapping[str, tuple[tuple[str, str | None, Metric], ...]]
-    logs: Mapping[str, tuple[tuple[str, str | None, Mapping[str, Any]], ...]]
 
     @cached_property
     def versions(self) -> tuple[Version, ...]:
@@ -67,21 +69,24 @@ class Releases(msgspec.Struct, frozen=True, dict=True):
         """None: that release has no such flag."""
         return _at(self.flags.get(name, ()), self.nearest(version))
 
-    def metric(self, name: str, version: str) -> Metric | None:
-        return _at(self.metrics.get(name, ()), self.nearest(version))
+    def metrics_at(self, version: str) -> Mapping[str, Metric]:
+        """By name, of that release."""
+        at = self.nearest(version)
+        if at not in self._metrics:
+            each = ((name, _at(spans, at)) for name, spans in self.metrics.items())
+            self._metrics[at] = {name: metric for name, metric in each if metric is not None}
+        return self._metrics[at]
 
-    def metrics_at(self, version: str) -> dict[str, Metric]:
-        return dict(self._each(self.nearest(version)))
-
-    def _each(self, version: Version) -> Iterator[tuple[str, Metric]]:
-        for name, spans in self.metrics.items():
-            if (metric := _at(spans, version)) is not None:
-                yield name, metric
+    @cached_property
+    def _metrics(self) -> dict[Version, Mapping[str, Metric]]:
+        """Each made once: where a version is not known, all releases are asked."""
+        return {}
 
 
+@cache
 def version_of(text: str) -> Version:
-    """``0.32.0+cpu`` -> (0, 32, 0)."""
-    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3])
+    """``0.32.0+cpu`` -> (0, 32, 0), ``0.9.0.1`` -> (0, 9, 0, 1)."""
+    return tuple(int(part) for part in re.findall(r"\d+", text.partition("+")[0]))
 
 
 @cache
@@ -92,8 +97,9 @@ def releases_of(kind: str) -> Releases | None:
 
 @cache
 def _all() -> Mapping[str, Releases]:
-    text = files("servers").joinpath("facts.json").read_bytes()
-    return msgspec.json.decode(text, type=dict[str, Releases])
+    import msgspec
+
+    return msgspec.json.decode(FILE.read_bytes(), type=dict[str, Releases])
 
 
 def _at(spans: tuple[tuple[str, str | None, Any], ...], version: Version) -> Any:

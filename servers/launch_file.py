@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from servers.flags.words import KINDS, FlagError, one_line_each, render
+from servers.flags.words import FlagError, one_line_each, render, vocabulary
 
 _YAML = re.compile(r"\s*(---|-\s|\[|[\w.-]+:(\s|$))")
 """How a document begins that is no command line."""
@@ -49,46 +49,47 @@ def read_launches(text: str) -> list[Launch] | None:
         raise FlagError(f"neither a command nor YAML: {str(error).splitlines()[0]}") from None
     if all(isinstance(item, list) and all(isinstance(word, str) for word in item) for item in documents):
         return [Launch(list(item)) for item in documents if item]
-    found = [launch for document in documents for launch in _containers(document, "")]
-    return found or [launch for document in documents for launch in _values(document, "")]
+    return list(_launches(documents, "", _container)) or list(_launches(documents, "", _values))
 
 
-def _containers(node: Any, name: str) -> Iterator[Launch]:
-    """Mappings with a command or arguments."""
+def _launches(
+    node: Any, name: str, read: Callable[[Mapping[str, Any], str], Launch | None]
+) -> Iterator[Launch]:
+    """What ``read`` makes of the outermost mappings that it takes for a launch. ``name``: of the node."""
     if isinstance(node, list):
         for item in node:
-            yield from _containers(item, name)
-    if not isinstance(node, Mapping):
-        return
+            yield from _launches(item, name, read)
+    elif isinstance(node, Mapping):
+        if (launch := read(node, name)) is not None:
+            yield launch
+        else:
+            for key, item in node.items():
+                yield from _launches(item, str(key), read)
+
+
+def _container(node: Mapping[str, Any], name: str) -> Launch | None:
+    """One with a command or arguments."""
     parts: list[Any] = [part for key in _ARGUMENTS if _is_words(part := node.get(key))]
-    if parts:
-        words = [word for part in parts for word in _split(part)]
-        own = str(node.get("name") or node.get("container_name") or name)
-        yield Launch(words, _environment(node), str(node.get("image") or ""), own)
-        return
-    for key, item in node.items():
-        yield from _containers(item, str(key))
+    if not parts:
+        return None
+    words = [word for part in parts for word in _split(part)]
+    own = str(node.get("name") or node.get("container_name") or name)
+    return Launch(words, _environment(node), str(node.get("image") or ""), own)
 
 
-def _values(node: Any, name: str) -> Iterator[Launch]:
-    """Mappings of a chart's values that hold flags under their own names, as ``maxNumSeqs: 32``."""
-    if isinstance(node, list):
-        for item in node:
-            yield from _values(item, name)
-    if not isinstance(node, Mapping):
-        return
+def _values(node: Mapping[str, Any], name: str) -> Launch | None:
+    """One of a chart's values that holds flags under their own names, as ``maxNumSeqs: 32``."""
+    known = vocabulary("vllm").kinds
     flags = {
         flag: value
         for key, value in node.items()
-        if (flag := _CAMEL.sub(r"_\1", str(key)).lower().replace("-", "_")) in KINDS
+        if (flag := _CAMEL.sub(r"_\1", str(key)).lower().replace("-", "_")) in known
         and isinstance(value, str | int | float | bool)
     }
     more = [word for key in _MORE if _is_words(node.get(key)) for word in _split(node[key])]
     if more or (flags and any(_CAMEL.search(str(key)) for key in node)):
-        yield Launch([*render(flags), *more], _environment(node), name=name)
-        return
-    for key, item in node.items():
-        yield from _values(item, str(key))
+        return Launch([*render(flags), *more], _environment(node), name=name)
+    return None
 
 
 def _is_words(value: Any) -> bool:

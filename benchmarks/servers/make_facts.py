@@ -1,7 +1,7 @@
 """``make facts``: read the flags, metrics and periodic log lines of released servers off their wheels into
 ``servers/facts.json``, and say what that changes.
 
-    python -m benchmarks.servers.make_facts [--without VERSION] [--wheel KIND=VERSION=FILE]
+    python -m benchmarks.servers.make_facts [--without KIND=VERSION] [--wheel KIND=VERSION=FILE]
 
 The wheels are fetched by name from the package index, a few files of each; nothing of them is run.
 ``--without`` leaves a release out, ``--wheel`` adds one from this machine.
@@ -25,10 +25,9 @@ import httpx
 from benchmarks.servers.sources import Sources
 from benchmarks.servers.wheel_flags import read_flags
 from benchmarks.servers.wheel_metrics import read_log_formats, read_metrics
-from benchmarks.servers.wheels import TIMEOUT_SECONDS, Wheel, fetch, read, releases, version_key
+from benchmarks.servers.wheels import TIMEOUT_SECONDS, Wheel, fetch, read, releases
+from servers.facts import FILE, version_of
 from servers.files import write_atomically
-
-TARGET = Path(__file__).resolve().parents[2] / "servers" / "facts.json"
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _before(version: str, versions: list[str]) -> str | None:
 
 def chosen(urls: Mapping[str, str], first: tuple[int, ...]) -> dict[str, str]:
     """The releases from ``first`` on; of those that were published again the first."""
-    return {v: url for v, url in urls.items() if version_key(v)[:2] >= first and re.fullmatch(r"[\d.]+", v)}
+    return {v: url for v, url in urls.items() if version_of(v)[:2] >= first and re.fullmatch(r"[\d.]+", v)}
 
 
 def render(facts: Mapping[str, Any]) -> str:
@@ -151,7 +150,7 @@ def gather(without: Iterable[str], local: Iterable[str]) -> dict[str, Any]:
             for kind, version, path in own:
                 if kind == package.kind:
                     told[version] = facts_of(package, read(version, path, package.wanted))
-            facts[package.kind] = in_spans(dict(sorted(told.items(), key=lambda item: version_key(item[0]))))
+            facts[package.kind] = in_spans(dict(sorted(told.items(), key=lambda item: version_of(item[0]))))
     return facts
 
 
@@ -159,7 +158,7 @@ def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ask.add_argument("--without", action="append", default=[], metavar="KIND=VERSION")
     ask.add_argument("--wheel", action="append", default=[], metavar="KIND=VERSION=FILE")
-    ask.add_argument("--out", type=Path, default=TARGET)
+    ask.add_argument("--out", type=Path, default=FILE)
     given = ask.parse_args()
     before = given.out.read_text() if given.out.exists() else ""
     text = render(gather(given.without, given.wheel))

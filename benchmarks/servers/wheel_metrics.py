@@ -13,8 +13,6 @@ Metric = dict[str, Any]
 """``type``, ``labels``, ``buckets`` where they are constants, ``when``: the conditions that it is made
 under, as they stand in the source."""
 TYPES = ("gauge", "counter", "histogram", "summary")
-HIDDEN = "show_hidden_metrics"
-"""In a condition: only with ``--show-hidden-metrics-for-version``."""
 
 
 def read_metrics(sources: Sources, prefix: str) -> dict[str, Metric]:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import httpx
 
+from servers.facts import version_of
+
 INDEX = "https://pypi.org/simple/{}/"
 SIMPLE_JSON = "application/vnd.pypi.simple.v1+json"
 CHUNK_BYTES = 1 << 18
@@ -71,7 +73,7 @@ def releases(client: httpx.Client, package: str) -> dict[str, str]:
         wheel = _WHEEL.fullmatch(file["filename"])
         if wheel and "aarch64" not in wheel["platform"] and not file.get("yanked"):
             found.setdefault(wheel["version"], file["url"])
-    return dict(sorted(found.items(), key=lambda item: version_key(item[0])))
+    return dict(sorted(found.items(), key=lambda item: version_of(item[0])))
 
 
 def fetch(client: httpx.Client, version: str, url: str, wanted: re.Pattern[str]) -> Wheel:
@@ -90,7 +92,3 @@ def _texts(archive: zipfile.ZipFile, wanted: re.Pattern[str]) -> Iterator[tuple[
     for name in archive.namelist():
         if wanted.fullmatch(name):
             yield name, archive.read(name).decode(errors="replace")
-
-
-def version_key(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from servers.flags.words import KINDS, FlagError, render
+from servers.flags.words import FlagError, render, vocabulary
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class Spelling:
             return dict(flags)
         found: dict[str, Any] = {}
         for name, value in flags.items():
-            if name in KINDS and not self.has(name):
+            if name in vocabulary("vllm").kinds and not self.has(name):
                 raise FlagError(f"--{name.replace('_', '-')}: {self.label} has no such flag. Leave it out.")
             written = self.write(name, value, flags) if self.write else None
             if written is not None:

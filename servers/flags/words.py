@@ -56,7 +56,8 @@ def vocabulary(server: str, version: str | None = None) -> Vocabulary:
     are known: vLLM's, without abbreviations."""
     releases = releases_of(server)
     if releases is None:
-        return Vocabulary(KINDS, SHORT)
+        known = vocabulary("vllm")
+        return Vocabulary(known.kinds, known.short)
     kinds = {name: _kind(spans) for name, spans in releases.flags.items()} | _OWN
     short: dict[str, str] = {}
     spelled: dict[str, str] = {}
@@ -73,8 +74,6 @@ def vocabulary(server: str, version: str | None = None) -> Vocabulary:
     return Vocabulary(kinds, short, spelled, older)
 
 
-KINDS: Mapping[str, Kind] = vocabulary("vllm").kinds
-SHORT: Mapping[str, str] = vocabulary("vllm").short
 _EXPORT = re.compile(r"^\s*export\s+([A-Za-z_]\w*)=('[^']*'|\"[^\"]*\"|[^\s;&]*)", re.MULTILINE)
 _SETUP = re.compile(
     r"^[ \t]*(#|export\s|source\s|\.\s|cd\s|set\s|unset\s|ulimit\s|module\s|conda\s|mkdir\s|echo\s"
@@ -116,7 +115,9 @@ def render(flags: Mapping[str, Any], many: Collection[str] = ()) -> list[str]:
             continue
         if isinstance(value, bool):
             words.append(option if value else "--no-" + option[2:])
-        elif (name in many or KINDS.get(name) == "many") and isinstance(value, (list, tuple)):
+        elif (name in many or vocabulary("vllm").kinds.get(name) == "many") and isinstance(
+            value, (list, tuple)
+        ):
             words += [option, *map(str, value)]
         elif isinstance(value, (Mapping, list, tuple)):
             words += [option, json.dumps(value)]
@@ -179,14 +180,13 @@ def _apart(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def parse_flags(
-    words: Sequence[str], many: Collection[str] = (), known: Vocabulary | None = None
+    words: Sequence[str], table: Vocabulary, many: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
-    """(flags by name, words that belong to no flag). ``many``: more flags that take several words. ``known``:
-    the program's flags (None: vLLM's, without abbreviations).
+    """(flags by name, words that belong to no flag). ``table``: the program's flags. ``many``: more flags
+    that take several words.
 
     Raises FlagError.
     """
-    table = known or Vocabulary(KINDS, SHORT)
     flags: dict[str, Any] = {}
     positional: list[str] = []
     pending = iter(_Words(words))

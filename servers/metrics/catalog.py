@@ -164,27 +164,27 @@ def never_had(kind: ServerKind, version: str | None, present: Collection[str]) -
     if releases is None:
         return frozenset()
     own = {key: {bare(METRICS[key], name) for name in names} for key, names in kind.metrics.items()}
+
+    def lacking(told: Mapping[str, Fact]) -> frozenset[str]:
+        exposed = _exposed(told)
+        return frozenset(key for key, names in own.items() if names.isdisjoint(exposed))
+
     if version is not None:
-        exposed = _exposed(releases.metrics_at(version))
-        return frozenset(key for key, names in own.items() if not names & exposed)
-    read = frozenset().union(*own.values())
+        return lacking(releases.metrics_at(version))
     seen = {
         bare(METRICS[key], name)
         for key, names in kind.metrics.items()
         for name in names
         if any(name + suffix in present for suffix in _SUFFIXES[METRICS[key].kind])
     }
-    found: list[frozenset[str]] = []
-    for release in releases.releases:
-        told = releases.metrics_at(release)
-        always = {name for name in read if name in told and not told[name].when} - _optional(own)
-        if always <= seen <= set(told):
-            found.append(frozenset(key for key, names in own.items() if not names & _exposed(told)))
-    return frozenset.intersection(*found) if found else frozenset()
-
-
-def _optional(own: Mapping[str, Collection[str]]) -> frozenset[str]:
-    return frozenset(name for key in OPTIONAL for name in own.get(key, ()))
+    optional = {name for key in OPTIONAL for name in own.get(key, ())}
+    always = set().union(*own.values()) - optional
+    possible = [
+        told
+        for told in map(releases.metrics_at, releases.releases)
+        if seen <= told.keys() and all(name in seen or name not in told or told[name].when for name in always)
+    ]
+    return frozenset.intersection(*map(lacking, possible)) if possible else frozenset()
 
 
 def _exposed(metrics: Mapping[str, Fact]) -> frozenset[str]:

@@ -53,7 +53,7 @@ def test_metrics_come_and_go_with_releases(name: str, first: str | None, last: s
 
 
 def test_a_hidden_metric_is_none() -> None:
-    hidden = VLLM_FACTS.metric("vllm:time_per_output_token_seconds", "0.14.1")
+    hidden = VLLM_FACTS.metrics_at("0.14.1").get("vllm:time_per_output_token_seconds")
     assert hidden is not None
     assert hidden.hidden
     name = "vllm:time_per_output_token_seconds_count"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from servers.command import parse_command
-from servers.flags.words import KINDS, FlagError, render
+from servers.flags.words import FlagError, render, vocabulary
 from servers.kinds import BUNDLED, VLLM
 
 
@@ -173,6 +173,7 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
+KINDS = vocabulary("vllm").kinds
 NOT_WRITTEN = {"model", "config", "spec_method", "spec_model", "spec_tokens"}
 """Flags that are read into others."""
 

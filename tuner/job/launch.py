@@ -13,8 +13,7 @@ from typing import Any
 
 import yaml
 
-from servers.flags.words import KINDS as WRITTEN
-from servers.flags.words import render
+from servers.flags.words import render, vocabulary
 from servers.kind import ServerKind
 from servers.kinds import BUNDLED, VLLM
 from servers.kinds.bundled import UNKNOWN_TO_VLLM
@@ -99,7 +98,7 @@ def _vllm_has(flag: str, kind: ServerKind) -> bool:
     """Whether vLLM has a flag that a server of ``kind`` was given."""
     if kind is VLLM:
         return True
-    return flag not in UNKNOWN_TO_VLLM if kind is BUNDLED else flag in WRITTEN
+    return flag not in UNKNOWN_TO_VLLM if kind is BUNDLED else flag in vocabulary(VLLM.name).kinds
 
 
 def _local(model: str) -> Path | None:
