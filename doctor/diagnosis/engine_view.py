@@ -112,8 +112,9 @@ def engine_views(
             version=version,
             from_file=command.from_file if command else (),
         )
-        drafts = _drafts({name: values[group] for name, values in read.items()}, queries, flags)
-        readings = _without_prefill({name: values[group] for name, values in read.items()} | drafts[0])
+        own = {name: values[group] for name, values in read.items()}
+        drafts = _drafts(own, queries, flags)
+        readings = _without_prefill(own | drafts[0])
         readings = {name: _never(reading, lacking) for name, reading in readings.items()}
         seen.append(
             EngineView(

@@ -65,11 +65,6 @@ class Simulation:
         return self.config.device_memory or max(GIB, 2 * self.size.weights_bytes)
 
 
-def gpu_defaults(device: Device) -> dict[str, int]:
-    """The flags of ``vllm serve`` whose defaults depend on the device."""
-    return device.batch_defaults
-
-
 def on_device(
     model: ModelConfig, device: Device, flags: Mapping[str, Any], acceptance: float | None = None
 ) -> Simulation:
@@ -87,7 +82,7 @@ def on_device(
     hidden = given.pop("async_scheduling", True)
     config = _config(
         {
-            **gpu_defaults(device),
+            **device.batch_defaults,
             "device_memory": device.memory_bytes,
             **given,
         }

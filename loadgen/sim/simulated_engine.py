@@ -27,7 +27,6 @@ from engine.sim.facade import (
     cache_dir,
     draw_value,
     fit_step_times,
-    gpu_defaults,
     group_samples,
     on_device,
     on_pool,
@@ -67,7 +66,7 @@ Simulator = Callable[[Mapping[str, Any]], Simulation]
 
 def default_flags(device: str) -> Mapping[str, int]:
     """The flags whose defaults depend on the device, if it is a GPU that is known."""
-    return gpu_defaults(DEVICES[device]) if device in DEVICES else {}
+    return DEVICES[device].batch_defaults if device in DEVICES else {}
 
 
 def heeded_flags() -> list[str]:

@@ -105,7 +105,7 @@ class GeneratedLoad:
         """An open loop is drawn whole, from the first seed."""
         if self.rate is not None:
             return in_rungs(self._open(first), self.run_seconds)
-        if SHORT_SHARE * self.seconds < MIN_RUNG_SECONDS:
+        if not is_cut(self.seconds):
             return (self.confirmation(first),)
         short = self._closed(first, SHORT_SHARE, WARMUP_REQUESTS)
         return short, self._closed(second, 1 - SHORT_SHARE, 0)
@@ -155,9 +155,12 @@ def load_seconds(schedule: Schedule) -> float:
 
 def in_rungs(schedule: Schedule, seconds: float) -> tuple[Schedule, ...]:
     """The schedule cut in two, or as it is where a run of ``seconds`` is too short for that."""
-    if SHORT_SHARE * seconds < MIN_RUNG_SECONDS:
-        return (schedule,)
-    return cut(schedule, round(SHORT_SHARE * len(schedule.requests)))
+    return cut(schedule, round(SHORT_SHARE * len(schedule.requests))) if is_cut(seconds) else (schedule,)
+
+
+def is_cut(seconds: float) -> bool:
+    """Whether a run of this length has a short rung."""
+    return SHORT_SHARE * seconds >= MIN_RUNG_SECONDS
 
 
 def cut(schedule: Schedule, count: int) -> tuple[Schedule, Schedule]:

@@ -167,11 +167,12 @@ class CandidateConfirmation:
         def settled(done: Sequence[Pair]) -> bool:
             """Asked after every pair. Proof is looked for at the looks alone; what misses a bound, or needs
             more pairs than there is time for, makes way for a safer candidate."""
-            if len(done) not in judged and not (others and len(done) >= MIN_PAIRS):
+            look = len(done) in judged
+            if not look and not (others and len(done) >= MIN_PAIRS):
                 return False
             known = judge_pairs(done, self.slo, seconds, best.number, baseline.feasible, confidence_of(pairs))
             hardly = known.missed or known.pairs_needed > pairs
-            return (len(done) in judged and known.settled) or (others and hardly)
+            return (look and known.settled) or (others and hardly)
 
         try:
             with self.bench.interrupts.load() as stop:

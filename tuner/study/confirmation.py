@@ -212,8 +212,7 @@ def _pairs_needed(
     held = [(changes[bound.metric], bound.on_ratio) for bound in slo.relative]
     for bound in slo.bounds:
         if bound.metric not in COUNTS:
-            level = values[bound.name][1]
-            held.append((estimate(bound.name, [1.0] * len(level), level, confidence), bound))
+            held.append((_level(bound, values[bound.name][1], confidence), bound))
     needed += [
         pairs_for_proof(change, bound.limit, confidence, GUARD_SHARE)
         for change, bound in held
@@ -285,12 +284,17 @@ def _missed(bound: Bound, candidate: Measurement, values: Sequence[float], confi
     """Counts are held by all runs together, other figures by the middle of the runs and its interval."""
     value, low, high = candidate.value(bound.metric, bound.cls), math.nan, math.nan
     if bound.metric not in COUNTS:
-        alone = estimate(bound.name, [1.0] * len(values), values, confidence)
+        alone = _level(bound, values, confidence)
         if alone.has_ratio:
             value, low, high = alone.b, alone.low, alone.high
     doubt = _doubt(bound, value, low, high)
     seen = f"{metric_label(bound.name)} is {format_value(bound.metric, value)}"
     return doubt and f"{seen}, the SLO asks for {bound}{doubt}"
+
+
+def _level(bound: Bound, values: Sequence[float], confidence: float) -> Estimate:
+    """Of one side's runs alone: the ratio is the figure itself."""
+    return estimate(bound.name, [1.0] * len(values), values, confidence)
 
 
 def _worse(bound: RelativeBound, change: Estimate) -> str:
