@@ -27,6 +27,9 @@ LOAD = ("--concurrency", "2", "--num-requests", "4", "--workload", "random", "--
         "--output-len", "4", "--warmup", "0")  # fmt: skip
 TUNE = ("--slo", "ttft_p95<60s", "--rate", "50", "--workload", "random", "--run-time", "0.5s",
         "--trials", "1", "--pairs", "2", "--prior", "none")  # fmt: skip
+RUNS = 4
+"""Of a comparison, until one is valid: its loads last 12 ms each, in which a busy machine may hold the client
+up for the 2 ms that make a run invalid."""
 COMMANDS = {
     "bench run": ("bench", "run", "--url", "{url}", *LOAD, "--out", "out"),
     "bench sweep": ("bench", "sweep", "--url", "{url}", *LOAD, "--over", "concurrency", "--at", "1,2",
@@ -212,8 +215,11 @@ def test_servers_of_a_comparison_are_started_with_their_key(place: Path, command
         words = [server, f"{server} --max-num-seqs 2"]
     else:
         words = ["seq-cap", "--cure", "--max-num-seqs 16", "--target", f"{server} {{flags}}"]
-    result = CliRunner().invoke(app, [*command.split(), *words, *load])
-    assert result.exit_code in (0, 1, 3), result.stderr  # 1: so few requests may refute a cure by chance
+    for _ in range(RUNS):
+        result = CliRunner().invoke(app, [*command.split(), *words, *load])
+        assert result.exit_code in (0, 1, 3), result.stderr  # 1: so few requests may refute a cure by chance
+        if json.loads(result.stdout)["verdict"] != "invalid":
+            break
     assert json.loads(result.stdout)["verdict"] != "invalid", result.stderr
     assert "--api-key ***" in result.stdout
     check_that_nothing_tells(place, result, KEY)
