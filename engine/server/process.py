@@ -126,11 +126,19 @@ def run_engine(channel_fd: int) -> int:
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_forever, args=(channel, inbox), daemon=True).start()
     try:
+        code = _live(inbox, channel)
+        # The interpreter's own end is not to be interrupted by a parent that goes meanwhile.
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    except _ParentGone:
+        os._exit(0)  # without waiting for threads
+    return code
+
+
+def _live(inbox: queue.SimpleQueue[Any], channel: socket.socket) -> int:
+    try:
         _serve(inbox.get(), inbox, channel)
     except (BrokenPipeError, ConnectionResetError):
         return 0  # the parent is gone
-    except _ParentGone:
-        os._exit(0)  # without waiting for threads
     except Exception as error:
         # What is left is to say so and to end; a parent that goes meanwhile must not interrupt the end.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -139,7 +147,6 @@ def run_engine(channel_fd: int) -> int:
             traceback.print_exc()
         channel.sendall(encode_message(Failed(message, expected)))
         return 2 if expected else 1
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     return 0
 
 

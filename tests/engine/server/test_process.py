@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -133,3 +135,18 @@ def test_a_death_during_the_start_is_reported(model: Path) -> None:
     with pytest.raises(EngineStartError, match="died while starting") as caught:
         asyncio.run(check())
     assert not caught.value.expected
+
+
+def test_nothing_interrupts_the_end_of_an_engine_whose_parent_has_gone() -> None:
+    """Its reader sends SIGUSR1 when it finds the parent gone, while the interpreter may be ending already."""
+    code = (
+        "import signal, socket, engine.server.process as process\n"
+        "def gone(*_): raise BrokenPipeError\n"
+        "process._serve = gone\n"
+        "ours, theirs = socket.socketpair()\n"
+        "theirs.sendall(process.encode_message(None))\n"
+        "assert process.run_engine(ours.detach()) == 0\n"
+        "signal.raise_signal(signal.SIGUSR1)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
