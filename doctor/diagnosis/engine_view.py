@@ -101,6 +101,7 @@ def engine_views(
     configs = evaluator.cache_config()
     kind = kind or observation.kind
     lacking = never_had(kind, version, evaluator.available)
+    names = _names(evaluator.groups, observation.name)
     seen = []
     for group in evaluator.groups:
         config = _config_of(group, configs)
@@ -119,7 +120,7 @@ def engine_views(
         seen.append(
             EngineView(
                 group,
-                _name(group, evaluator.groups, observation.name),
+                names[group],
                 readings,
                 {**queries, **drafts[1]},
                 _infer(flags, readings),
@@ -150,9 +151,9 @@ def _against(view: EngineView, old: EngineView) -> dict[str, float]:
 
 
 def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[str, str] | None:
-    """``cache_config_info`` carries no model name, so instance and engine must do."""
+    """``cache_config_info`` carries no model name: the labels that it shares with an engine's must agree."""
     for labels in configs:
-        if labels.get("instance", "") == group.instance and labels.get("engine", "") in ("", group.engine):
+        if all(labels.get(name, "") in ("", value) for name, value in group.labels):
             return labels
     return None
 
@@ -280,14 +281,16 @@ def _infer_speculation(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
     return flags
 
 
-def _name(group: Group, groups: Sequence[Group], source: str) -> str:
-    """The instance, with model and engine where it has several of them."""
-    instance = group.instance or source
-    beside = [other for other in groups if other.instance == group.instance]
-    models = {other.model_name for other in beside}
-    parts = [instance]
-    if len(models) > 1:
-        parts.append(group.model_name)
-    if len(beside) > len(models):
-        parts.append(f"engine {group.engine}")
-    return " ".join(parts)
+def _names(groups: Sequence[Group], source: str) -> dict[Group, str]:
+    """The instance, with the labels in which it differs from others of that instance."""
+    names = {}
+    for group in groups:
+        labels = dict(group.labels)
+        beside = [dict(other.labels) for other in groups if other.instance == group.instance]
+        unlike = [name for name, value in labels.items() if any(other.get(name) != value for other in beside)]
+        parts = [group.instance or source]
+        if "model_name" in unlike:
+            parts.append(group.model_name)
+        parts += [f"{name} {labels[name]}" for name in unlike if name != "model_name"]
+        names[group] = " ".join(parts)
+    return names

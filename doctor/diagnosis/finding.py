@@ -58,6 +58,8 @@ class Finding:
     instance: str
     model: str
     engine: str
+    labels: Mapping[str, str]
+    """Everything that tells its engine from others, such as ``namespace``, ``pod`` and ``dp_rank``."""
     evidence: tuple[Evidence, ...]
     flags: Mapping[str, Flag]
     prescriptions: tuple[Prescription, ...]
@@ -197,6 +199,7 @@ def _finding_json(finding: Finding) -> dict[str, Any]:
         "instance": finding.instance,
         "model": finding.model,
         "engine": finding.engine,
+        "labels": dict(finding.labels),
         "evidence": [
             {"signal": e.signal, "value": e.value, "unit": e.unit, "query": e.query, "note": e.note}
             for e in finding.evidence

@@ -6,12 +6,11 @@ the highest of their own.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from doctor.diagnosis.engine_view import EngineView
-from doctor.metrics.evaluators import Evaluator, Group
+from doctor.metrics.evaluators import Evaluator, by_peers
 from doctor.metrics.signals import SIGNALS
 from servers.reading import Number
 
@@ -44,8 +43,8 @@ class Fleet:
 
 def fleets(evaluator: Evaluator, examined: Sequence[EngineView]) -> tuple[Fleet, ...]:
     """One for every model that several engines serve. Raises SourceError."""
-    sizes = Counter(view.group.model_name for view in examined)
-    shared = sorted(model for model, size in sizes.items() if size > 1)
+    engines = by_peers(view.group for view in examined)
+    shared = sorted(peers for peers, own in engines.items() if len(own) > 1)
     if not shared:
         return ()
     whole = evaluator.of_fleet()
@@ -53,12 +52,14 @@ def fleets(evaluator: Evaluator, examined: Sequence[EngineView]) -> tuple[Fleet,
     read = whole.read_all(signals)
     queries = {signal.name: whole.query(signal) for signal in signals}
     found = []
-    for model in shared:
-        own = [view for view in examined if view.group.model_name == model]
-        values = {name: read[name].get(Group("", model, "")) for name in FIGURES}
+    for peers in shared:
+        own = [view for view in examined if view.group.peers == peers]
+        values = {name: read[name].get(peers) for name in FIGURES}
         known = {name: value.point for name, value in values.items() if isinstance(value, Number)}
         figures = [_figure(name, known[name], queries[name], own) for name in known]
-        found.append(Fleet(model, len(own), tuple(figure for figure in figures if figure is not None)))
+        found.append(
+            Fleet(peers.model_name, len(own), tuple(figure for figure in figures if figure is not None))
+        )
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from doctor.metrics.promql import GROUP_LABELS, PromQL
+from doctor.metrics.promql import PromQL
 from doctor.metrics.signals import SIGNALS, Node, metrics_of
 from servers.expression import All, Clause, Expression, Relation
 from servers.known_flags import Flags
@@ -24,7 +24,6 @@ Value = float | str
 PromCondition = bool | str
 """Constant, or a PromQL vector that has the engines for which it holds."""
 
-_ON = f"on ({', '.join(GROUP_LABELS)})"
 _SIGNS: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _MIRRORED = {">": "<", ">=": "<=", "<": ">", "<=": ">=", "==": "=="}
 _TRUTH = {
@@ -92,7 +91,7 @@ class RuleCompiler:
         if not texts:
             return every
         word = "and" if every else "or"
-        return texts[0] if len(texts) == 1 else f"({f' {word} {_ON} '.join(texts)})"
+        return texts[0] if len(texts) == 1 else f"({f' {word} '.join(texts)})"
 
     def _comparison(self, comparison: Relation, unknown: dict[str, None]) -> PromCondition | None:
         left, right = self._value(comparison.left, unknown), self._value(comparison.right, unknown)
@@ -107,7 +106,7 @@ class RuleCompiler:
             if math.isinf(right):
                 return (right > 0) == (sign in ("<", "<="))
             return f"({left} {sign} {_number(right)})"
-        return f"({left} {sign} {_ON} {right})"
+        return f"({left} {sign} {right})"
 
     def _value(self, expression: Expression, unknown: dict[str, None]) -> Value | None:
         return self._node(expression.tree, unknown)
@@ -147,7 +146,7 @@ class RuleCompiler:
         if drafted is None:
             return 0.0
         running = self.signal("running_last")
-        return running and f"(ceil({drafted}) or {_ON} 0 * {running})"
+        return running and f"(ceil({drafted}) or 0 * {running})"
 
 
 def _arithmetic(left: Value | None, sign: str, right: Value | None) -> Value | None:
@@ -163,7 +162,7 @@ def _arithmetic(left: Value | None, sign: str, right: Value | None) -> Value | N
                 return left * right
         return left / right if right else None
     if isinstance(left, str) and isinstance(right, str):
-        return f"({left} {sign} {_ON} {right})"
+        return f"({left} {sign} {right})"
     return f"({_number(left)} {sign} {_number(right)})"
 
 
@@ -180,7 +179,7 @@ def _extreme(name: str, values: Sequence[Value | None]) -> Value | None:
     sign, beyond, clamp = ("<=", "<", "clamp_max") if name == "min" else (">=", ">", "clamp_min")
     joined = vectors[0]
     for vector in vectors[1:]:
-        joined = f"(({joined} {sign} {_ON} {vector}) or {_ON} ({vector} {beyond} {_ON} {joined}))"
+        joined = f"(({joined} {sign} {vector}) or ({vector} {beyond} {joined}))"
     return f"{clamp}({joined}, {_number(pick(constants))})" if constants else joined
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from doctor.diagnosis.playbook import Playbook
 from doctor.export.compile import RuleCompiler
-from doctor.metrics.promql import GROUP_LABELS
 from doctor.metrics.signals import SIGNALS
 
 INSTANCES = 'instance=~"$instance"'
@@ -156,7 +155,7 @@ def _datasource() -> dict[str, Any]:
 def _instances(compiler: RuleCompiler) -> dict[str, Any]:
     promql = compiler.promql
     series = promql.without(INSTANCES).series("running")
-    query = f"label_values({series}, {GROUP_LABELS[0]})"
+    query = f"label_values({series}, instance)"
     return {
         "name": "instance",
         "label": "Instance",

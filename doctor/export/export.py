@@ -43,9 +43,10 @@ def compiler(
     if source is not None:
         observation = source.observe(None, objectives.values)
         examined = engine_views(observation, flags, objectives, log, assume or {}, None)
-        promql = replace(promql, available=observation.evaluator.available)
+        seen = observation.evaluator.promql
+        promql = replace(promql, available=seen.available, identity=seen.identity)
         return RuleCompiler(promql, examined[0].flags, constants)
     if version is not None:
-        promql = replace(promql, available=catalog.names_of(version))
+        promql = replace(promql, available=catalog.spellings(catalog.names_of(version)))
     known = server_flags.resolve(flags, log, None, kind=VLLM, version=version)
     return RuleCompiler(promql, known, constants)

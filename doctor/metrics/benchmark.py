@@ -44,7 +44,7 @@ class BenchmarkResult(Source):
                 values[f"{name}_tokens_mean"] = result[key] / completed
         if _is_number(result.get("output_throughput")):
             values["generation_rate"] = float(result["output_throughput"])
-        group = Group("", str(result.get("model_id", "")), "")
+        group = Group.of(model_name=str(result.get("model_id", "")))
         evaluator = StatedEvaluator(self.name, group, values)
         facts = _facts(result, seconds, completed)
         return Observation(self.name, evaluator, "vllm bench serve", seconds, VLLM, (), None, facts)
@@ -72,12 +72,8 @@ class StatedEvaluator(Evaluator):
         super().__init__(PromQL(1000, 1000))
 
     @property
-    def available(self) -> frozenset[str]:
-        return frozenset()
-
-    @property
-    def groups(self) -> Sequence[Group]:
-        return [self._group]
+    def available(self) -> Mapping[str, Sequence[str]]:
+        return {}
 
     def of_fleet(self) -> StatedEvaluator:
         return self
@@ -97,8 +93,8 @@ class StatedEvaluator(Evaluator):
             return {self._group: Missing(signal.name, "metric", "a benchmark's result does not hold it")}
         return {self._group: Number.exactly(value)}
 
-    def _owners(self, key: str) -> frozenset[Group]:
-        return frozenset()
+    def _carriers(self, key: str) -> frozenset[Group]:
+        return frozenset({self._group})
 
 
 def _facts(result: Mapping[str, Any], seconds: float, completed: float) -> dict[str, float]:

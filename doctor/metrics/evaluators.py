@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
-from doctor.metrics.promql import GROUP_LABELS, PromQL, bucket_bound
+from doctor.metrics.promql import PromQL, bucket_bound
 from doctor.metrics.signals import (
     Above,
     AgainstPeers,
@@ -40,25 +40,58 @@ from servers.kinds import find_family
 from servers.metrics import catalog, range_functions
 from servers.metrics.catalog import METRICS
 from servers.metrics.exposition import Recording, Series
+from servers.metrics.identity import PEERS, identity_of
 from servers.metrics.range_functions import Times, Values
 from servers.reading import Missing, Number, Reading
 
 
-class Group(NamedTuple):
-    """One engine: the labels that tell it from others; "" where a label is absent."""
+@dataclass(frozen=True, order=True)
+class Group:
+    """One engine: the labels that tell it from others, sorted; one that is absent has the value ""."""
 
-    instance: str
-    model_name: str
-    engine: str
+    labels: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, **labels: str) -> Group:
+        return cls(tuple(sorted((name, value) for name, value in labels.items() if value)))
+
+    def get(self, label: str) -> str:
+        return next((value for name, value in self.labels if name == label), "")
+
+    def only(self, labels: Sequence[str]) -> Group:
+        return Group(tuple((name, value) for name, value in self.labels if name in labels))
+
+    def without(self, labels: Sequence[str]) -> Group:
+        return Group(tuple((name, value) for name, value in self.labels if name not in labels))
+
+    @property
+    def instance(self) -> str:
+        return self.get("instance")
+
+    @property
+    def model_name(self) -> str:
+        return self.get("model_name")
+
+    @property
+    def peers(self) -> Group:
+        """What it has in common with those that it shares its load with."""
+        return self.only(PEERS)
 
 
 Numbers = dict[Group, Number]
+Column = tuple[Group, object, Series]
+"""A series with whose it is, and what its copies agree in (None: there are none)."""
+COUNTS = {"histogram": "_count", "gauge": "", "counter": "", "info": ""}
 MOST_SILENT = 0.2
 """Share of a model's engines that may lack a metric by which they are compared."""
 
 
-def group_of(labels: Mapping[str, str], by: Sequence[str] = GROUP_LABELS) -> Group:
-    return Group(*(labels.get(name, "") if name in by else "" for name in GROUP_LABELS))
+def by_peers(groups: Iterable[Group]) -> dict[Group, list[Group]]:
+    """Engines by what they have in common with those that they share their load with."""
+    found: dict[Group, list[Group]] = {}
+    for group in groups:
+        found.setdefault(group.peers, []).append(group)
+    return found
 
 
 def host_of(instance: str) -> str:
@@ -81,13 +114,8 @@ class Evaluator(ABC):
 
     @property
     @abstractmethod
-    def available(self) -> frozenset[str]:
-        """Sample names with data in the window."""
-
-    @property
-    @abstractmethod
-    def groups(self) -> Sequence[Group]:
-        """The engines seen in the window, sorted."""
+    def available(self) -> Mapping[str, Sequence[str]]:
+        """Sample names with data in the window, by the server's own."""
 
     @abstractmethod
     def cache_config(self) -> list[Mapping[str, str]]:
@@ -99,7 +127,7 @@ class Evaluator(ABC):
 
     @abstractmethod
     def of_fleet(self) -> Evaluator:
-        """The same window, with all engines of a model added up: one group a model."""
+        """The same window, with engines that are peers added up: one group for each :attr:`Group.peers`."""
 
     def read_all(self, signals: Sequence[Signal]) -> dict[str, dict[Group, Reading]]:
         """Every signal by its name, as :meth:`read` gives it."""
@@ -122,7 +150,7 @@ class Evaluator(ABC):
         numbers = self.numbers(node)
         compared = self._compared(signal.name, node) if isinstance(node, AgainstPeers | OfPeers) else {}
         return {
-            group: compared.get(group.model_name)
+            group: compared.get(group.peers)
             or numbers.get(group)
             or self._unobserved(signal.name, node, group)
             for group in self.groups
@@ -135,8 +163,7 @@ class Evaluator(ABC):
 
     def _has(self, key: str) -> bool:
         metric = METRICS[key]
-        suffix = "_count" if metric.kind == "histogram" else ""
-        return any(name + suffix in self.available for name in metric.names)
+        return any(name + COUNTS[metric.kind] in self.available for name in metric.names)
 
     def _called(self, key: str) -> str:
         """A metric's name, as a server of this kind would have it."""
@@ -147,18 +174,17 @@ class Evaluator(ABC):
         kind, _ = found
         return next(iter(kind.metrics.get(key, ())), f"{kind.label}'s counterpart of {names[0]}")
 
-    def _compared(self, name: str, node: Node) -> dict[str, Missing]:
-        """The models whose engines cannot be compared with each other, and why: there is one, or too few of
-        them say how they are."""
+    def _compared(self, name: str, node: Node) -> dict[Group, Missing]:
+        """The peers that cannot be compared with each other, and why: there is one, or too few of them say
+        how they are."""
         saying = frozenset.intersection(*(self._owners(key) for key in metrics_of(node)))
         found = {}
-        for model in {group.model_name for group in self.groups}:
-            engines = [group for group in self.groups if group.model_name == model]
+        for peers, engines in by_peers(self.groups).items():
             silent = sum(group not in saying for group in engines)
             if len(engines) < 2:
-                found[model] = Missing(name, "peers", "no second instance of this model")
+                found[peers] = Missing(name, "peers", "no second instance of this model")
             elif silent > MOST_SILENT * len(engines):
-                found[model] = Missing(name, "metric", f"not known of {silent} of {len(engines)} instances")
+                found[peers] = Missing(name, "metric", f"not known of {silent} of {len(engines)} instances")
         return found
 
     def _unobserved(self, name: str, node: Node, group: Group) -> Missing:
@@ -170,9 +196,22 @@ class Evaluator(ABC):
                 return Missing(name, "metric", f"{self._called(key)} is missing on {group.instance}")
         return Missing(name, "empty", "nothing was observed in the window")
 
-    @abstractmethod
+    @cached_property
+    def groups(self) -> Sequence[Group]:
+        """The engines seen in the window, sorted."""
+        seen = frozenset[Group]().union(*map(self._carriers, catalog.ANCHORS))
+        within = self.promql.identity.within
+        servers = {group.without(within) for group in seen if group.without(within) != group}
+        return sorted(seen - servers)
+
     def _owners(self, key: str) -> frozenset[Group]:
-        """The engines that expose a metric."""
+        """The engines that expose a metric, or whose server does."""
+        carriers, within = self._carriers(key), self.promql.identity.within
+        return carriers.union(group for group in self.groups if group.without(within) in carriers)
+
+    @abstractmethod
+    def _carriers(self, key: str) -> frozenset[Group]:
+        """By whose labels a metric is exposed: engines, or servers of several."""
 
 
 @dataclass(frozen=True)
@@ -192,27 +231,41 @@ class ScrapeEvaluator(Evaluator):
         self._series = {name: columns for name, columns in series.items() if columns}
         self._span = span
         self._instants: dict[str, dict[Group, Values]] = {}
+        self._found: dict[tuple[str, str], list[Column]] = {}
         super().__init__(replace(promql, available=self.available))
 
     @cached_property
-    def available(self) -> frozenset[str]:
-        return frozenset(self._series)
+    def available(self) -> Mapping[str, Sequence[str]]:
+        return catalog.spellings(self._series)
 
-    @cached_property
-    def groups(self) -> Sequence[Group]:
-        return sorted(set().union(*(self._owners(key) for key in catalog.ANCHORS)))
+    @classmethod
+    def over(cls, recording: Recording, span: Span, slo: Mapping[str, float]) -> ScrapeEvaluator:
+        """``slo``: as of :class:`PromQL`."""
+        promql = PromQL(span.end - span.start, span.step, slo=slo)
+        seen = cls(recording, span, promql)
+        return seen._as(identity=identity_of({key: seen._labels(key) for key in METRICS}))
+
+    def _as(self, span: Span | None = None, **changes: Any) -> ScrapeEvaluator:
+        """The same series, read otherwise."""
+        recording = Recording(self._series, np.array([], dtype=np.int64), ())
+        return ScrapeEvaluator(recording, span or self._span, replace(self.promql, **changes))
 
     def of_fleet(self) -> ScrapeEvaluator:
-        recording = Recording(self._series, np.array([], dtype=np.int64), ())
-        return ScrapeEvaluator(recording, self._span, replace(self.promql, by=("model_name",)))
+        return self._as(by=PEERS)
+
+    @cached_property
+    def _of_servers(self) -> ScrapeEvaluator:
+        return self._as(identity=self.promql.identity.of_servers())
 
     def cache_config(self) -> list[Mapping[str, str]]:
-        return [series.labels for series in self._columns("cache_config", "")]
-
-    def _group(self, series: Series) -> Group:
-        return group_of(series.labels, self.promql.by)
+        return self._labels("cache_config")
 
     def numbers(self, node: Node) -> Numbers:
+        identity = self.promql.identity
+        if self.promql.by is None and identity.spread(metrics_of(node)):
+            whole = self._of_servers.numbers(node)
+            servers = {group: group.without(identity.within) for group in self.groups}
+            return {group: whole[server] for group, server in servers.items() if server in whole}
         match node:
             case OverTime(key, how):
                 combine = "max" if how == "resets" else METRICS[key].combine
@@ -258,12 +311,11 @@ class ScrapeEvaluator(Evaluator):
     def _half(self, first: bool) -> ScrapeEvaluator:
         middle = (self._span.start + self._span.end) // 2
         bounds = (self._span.start, middle) if first else (middle, self._span.end)
-        recording = Recording(self._series, np.array([], dtype=np.int64), ())
-        return ScrapeEvaluator(recording, Span(*bounds, self._span.step), self.promql)
+        return self._as(Span(*bounds, self._span.step))
 
     def _on_host(self, key: str, how: str) -> Numbers:
         seen: dict[str, list[float]] = {}
-        for series in self._columns(key, ""):
+        for _, _, series in self._columns(key, ""):
             if how == "busy" and series.labels.get("mode") != "idle":
                 continue
             value = self._over_time(series, "rate" if how == "busy" else "avg")
@@ -273,25 +325,37 @@ class ScrapeEvaluator(Evaluator):
         owners = {group: host_of(group.instance) for group in self._owners("running")}
         return {g: Number.exactly(figures[host]) for g, host in owners.items() if host in figures}
 
-    def _owners(self, key: str) -> frozenset[Group]:
-        suffix = "_count" if METRICS[key].kind == "histogram" else ""
-        return frozenset(self._group(series) for series in self._columns(key, suffix))
+    def _carriers(self, key: str) -> frozenset[Group]:
+        return frozenset(group for group, _, _ in self._columns(key, COUNTS[METRICS[key].kind]))
 
-    def _columns(self, key: str, suffix: str) -> list[Series]:
+    def _labels(self, key: str) -> list[Mapping[str, str]]:
+        return [series.labels for _, _, series in self._columns(key, COUNTS[METRICS[key].kind])]
+
+    def _columns(self, key: str, suffix: str) -> list[Column]:
         """A metric's series; of two names for one series, the newer (PromQL's ``or``)."""
-        found: dict[tuple[tuple[str, str], ...], Series] = {}
-        for name in METRICS[key].names:
-            for series in self._series.get(name + suffix, ()):
-                found.setdefault(tuple(sorted(series.labels.items())), series)
-        return list(found.values())
+        if (key, suffix) not in self._found:
+            roles, by = self.promql.identity.of(key), self.promql.by
+            found: dict[tuple[tuple[str, str], ...], Column] = {}
+            for name in METRICS[key].names:
+                for spelled in self.available.get(name + suffix, ()):
+                    for series in self._series[spelled]:
+                        if roles.count(series.labels):
+                            group = Group(roles.engine(series.labels))
+                            once = roles.once(series.labels) if roles.copies else None
+                            column = (group if by is None else group.only(by), once, series)
+                            found.setdefault(tuple(sorted(series.labels.items())), column)
+            self._found[key, suffix] = list(found.values())
+        return self._found[key, suffix]
 
     def _reduced(self, key: str, suffix: str, how: str, combine: str = "sum") -> dict[Group, float]:
-        reduced: dict[Group, float] = {}
-        for series in self._columns(key, suffix):
+        once: dict[object, tuple[Group, float]] = {}
+        for number, (group, copies_of, series) in enumerate(self._columns(key, suffix)):
             value = self._over_time(series, how)
-            if value is None:
-                continue
-            group = self._group(series)
+            if value is not None:
+                one = number if copies_of is None else copies_of
+                once[one] = (group, max(value, once[one][1]) if one in once else value)
+        reduced: dict[Group, float] = {}
+        for group, value in once.values():
             if group not in reduced:
                 reduced[group] = value
             else:
@@ -323,13 +387,17 @@ class ScrapeEvaluator(Evaluator):
         return float(values.mean())
 
     def _buckets(self, key: str) -> dict[Group, dict[float, float]]:
-        buckets: dict[Group, dict[float, float]] = {}
-        for series in self._columns(key, "_bucket"):
+        once: dict[object, tuple[Group, float, float]] = {}
+        for number, (group, copies_of, series) in enumerate(self._columns(key, "_bucket")):
             bound = _bound(series.labels.get("le", ""))
             grown = self._over_time(series, "increase")
             if bound is not None and grown is not None:
-                own = buckets.setdefault(self._group(series), {})
-                own[bound] = own.get(bound, 0.0) + grown
+                one = number if copies_of is None else copies_of
+                once[one] = (group, bound, max(grown, once[one][2]) if one in once else grown)
+        buckets: dict[Group, dict[float, float]] = {}
+        for group, bound, grown in once.values():
+            own = buckets.setdefault(group, {})
+            own[bound] = own.get(bound, 0.0) + grown
         return buckets
 
     def _above(self, node: Above) -> Numbers:
@@ -349,10 +417,13 @@ class ScrapeEvaluator(Evaluator):
         """A gauge at every instant of the grid, NaN where it has no sample."""
         if key not in self._instants:
             at, combine = self._grid(), METRICS[key].combine
-            seen: dict[Group, Values] = {}
-            for series in self._columns(key, ""):
+            once: dict[object, tuple[Group, Values]] = {}
+            for number, (group, copies_of, series) in enumerate(self._columns(key, "")):
                 values = range_functions.instant(series.times, series.values, at)
-                group = self._group(series)
+                one = number if copies_of is None else copies_of
+                once[one] = (group, np.fmax(once[one][1], values) if one in once else values)
+            seen: dict[Group, Values] = {}
+            for group, values in once.values():
                 if group not in seen:
                     seen[group] = values
                 elif combine == "max":
@@ -430,23 +501,22 @@ def _least(left: Numbers, right: Numbers) -> Numbers:
 
 
 def _against_peers(own: Numbers) -> Numbers:
-    means = {model: sum(values) / len(values) for model, values in _by_model(own).items()}
-    return {g: Number.exactly(n.point / means[g.model_name]) for g, n in own.items() if means[g.model_name]}
+    means = {
+        peers: sum(own[group].point for group in groups) / len(groups)
+        for peers, groups in by_peers(own).items()
+    }
+    return {g: Number.exactly(n.point / means[g.peers]) for g, n in own.items() if means[g.peers]}
 
 
 def _of_peers(own: Numbers) -> Numbers:
     """The mean of all others."""
-    beside = {model: (sum(values), len(values) - 1) for model, values in _by_model(own).items()}
+    beside = {
+        peers: (sum(own[group].point for group in groups), len(groups) - 1)
+        for peers, groups in by_peers(own).items()
+    }
     return {
         group: Number.exactly((total - number.point) / others)
         for group, number in own.items()
-        for total, others in [beside[group.model_name]]
+        for total, others in [beside[group.peers]]
         if others
     }
-
-
-def _by_model(own: Numbers) -> dict[str, list[float]]:
-    by_model: dict[str, list[float]] = {}
-    for group, number in own.items():
-        by_model.setdefault(group.model_name, []).append(number.point)
-    return by_model

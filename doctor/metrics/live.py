@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
-from doctor.metrics.evaluators import Evaluator, Group, Numbers, group_of
+from doctor.metrics.evaluators import COUNTS, Evaluator, Group, Numbers
 from doctor.metrics.promql import PromQL, promql_duration
 from doctor.metrics.signals import Node, Quantile, Signal, metrics_of
 from servers.metrics import catalog
+from servers.metrics.identity import PEERS, identity_of
 from servers.reading import Number, Reading
 
 Element = Mapping[str, Any]
@@ -19,33 +19,56 @@ Element = Mapping[str, Any]
 Ask = Callable[[str], list[Element]]
 """An instant query at the window's end: the ``result`` list of Prometheus's HTTP API."""
 
+_OF_ANSWERS = ("__name__", "signal", "le")
 LONGEST_QUERY = 12_000
 """Characters of a query that asks for several signals at once."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """``names``: as of :attr:`Evaluator.available`; ``labels``: of every series, by key of the catalogue."""
+
+    names: Mapping[str, Sequence[str]]
+    labels: Mapping[str, Sequence[Mapping[str, str]]]
 
 
 class PrometheusEvaluator(Evaluator):
     """Every answer holds all engines, and one query asks for many signals: a fleet costs no more questions
     than a server does."""
 
-    def __init__(
-        self, ask: Ask, promql: PromQL, owners: Mapping[str, frozenset[Group]] | None = None
-    ) -> None:
-        self._ask = _remembered(ask) if owners is None else ask
+    def __init__(self, ask: Ask, promql: PromQL, seen: Seen | None = None) -> None:
+        self._ask = _remembered(ask) if seen is None else ask
         self._answers: dict[Node, list[Element]] = {}
         self._bound_cache: dict[str, dict[Group, list[float]]] = {}
-        self._owned = self._who_has_what(promql) if owners is None else owners
-        super().__init__(replace(promql, available=self.available))
+        if seen is None:
+            seen = self._what_there_is(promql)
+            promql = replace(promql, identity=identity_of(seen.labels))
+        self._seen = seen
+        super().__init__(replace(promql, available=seen.names))
 
-    def _who_has_what(self, promql: PromQL) -> dict[str, frozenset[Group]]:
-        """The engines by sample name. Buckets and sums come with a count, and are many."""
-        wanted = [name for name in catalog.sample_names() if not name.endswith(("_bucket", "_sum"))]
-        owned: dict[str, set[Group]] = {}
-        for element in self._ask(promql.owners(wanted)):
-            name = str(element["metric"].get("__name__", ""))
-            owned.setdefault(name, set()).add(group_of(element["metric"]))
-        for name in self._exporters(promql) if owned else ():
-            owned.setdefault(name, set())
-        return {name: frozenset(groups) for name, groups in owned.items()}
+    def _what_there_is(self, promql: PromQL) -> Seen:
+        """Every series of a server, but for buckets and sums: these come with a count, and are many."""
+        labels: dict[str, list[Mapping[str, str]]] = {}
+        for element in self._ask(promql.present(catalog.PREFIXES)):
+            labels.setdefault(str(element["metric"].get("__name__", "")), []).append(element["metric"])
+        wanted = catalog.sample_names()
+        labels = {name: series for name, series in labels.items() if catalog.plain(name) in wanted}
+        histograms = [name.removesuffix("_count") for name in labels if name.endswith("_count")]
+        implied = [name + suffix for name in histograms for suffix in ("_bucket", "_sum")]
+        exporters = self._exporters(promql) if labels else []
+        names = catalog.spellings([*labels, *implied, *exporters])
+        return Seen(
+            names,
+            {
+                key: [
+                    own
+                    for name in metric.names
+                    for spelled in names.get(name + COUNTS[metric.kind], ())
+                    for own in labels.get(spelled, ())
+                ]
+                for key, metric in catalog.METRICS.items()
+            },
+        )
 
     def _exporters(self, promql: PromQL) -> list[str]:
         """What other exporters tell; the user's selector is for the servers."""
@@ -54,22 +77,12 @@ class PrometheusEvaluator(Evaluator):
         answer = self._ask(f'count by (__name__) (last_over_time({{__name__=~"{wanted}"}}[{window}]))')
         return [str(element["metric"].get("__name__", "")) for element in answer]
 
-    @cached_property
-    def available(self) -> frozenset[str]:
-        with_buckets = (name for name in self._owned if name.endswith("_count"))
-        return frozenset(self._owned) | {f"{name[: -len('_count')]}_bucket" for name in with_buckets}
-
-    @cached_property
-    def groups(self) -> Sequence[Group]:
-        return sorted(set().union(*(self._owners(key) for key in catalog.ANCHORS)))
+    @property
+    def available(self) -> Mapping[str, Sequence[str]]:
+        return self._seen.names
 
     def of_fleet(self) -> PrometheusEvaluator:
-        by = ("model_name",)
-        owners = {
-            name: frozenset(Group("", group.model_name, "") for group in groups)
-            for name, groups in self._owned.items()
-        }
-        return PrometheusEvaluator(self._ask, replace(self.promql, by=by), owners)
+        return PrometheusEvaluator(self._ask, replace(self.promql, by=PEERS), self._seen)
 
     def cache_config(self) -> list[Mapping[str, str]]:
         if not self._has("cache_config"):
@@ -108,41 +121,46 @@ class PrometheusEvaluator(Evaluator):
         for element in answer:
             value = float(element["value"][1])
             if math.isfinite(value):
-                values[group_of(element["metric"])] = value
+                values[_group(element["metric"])] = value
         if not isinstance(node, Quantile):
             return {group: Number.exactly(value) for group, value in values.items()}
         bounds = self._bounds(node.metric) if values else {}
         return {group: _bounded(value, bounds.get(group, [])) for group, value in values.items()}
 
-    def _owners(self, key: str) -> frozenset[Group]:
-        metric = catalog.METRICS[key]
-        suffix = "_count" if metric.kind == "histogram" else ""
-        own = (self._owned.get(name + suffix, frozenset()) for name in metric.names)
-        return frozenset().union(*own)
+    def _carriers(self, key: str) -> frozenset[Group]:
+        roles, by = self.promql.identity.of(key), self.promql.by
+        groups = (Group(roles.engine(labels)) for labels in self._seen.labels[key])
+        return frozenset(groups if by is None else (group.only(by) for group in groups))
 
     def _bounds(self, key: str) -> dict[Group, list[float]]:
         """The finite bucket bounds of a histogram, ascending: its buckets depend on version and context.
 
-        Asked for a model at first; engine by engine where those of a model differ.
+        Asked for all peers at first; engine by engine where those of some peers differ.
         """
         if key not in self._bound_cache:
-            owners = self._owners(key)
-            of_model, alike = self._bounds_by(key, ("model_name",))
+            owners, within = self._owners(key), self.promql.identity.within
+            of_peers, alike = self._bounds_by(key, PEERS)
             if alike:
-                found = {owner: of_model.get(Group("", owner.model_name, ""), []) for owner in owners}
+                found = {owner: of_peers.get(owner.peers, []) for owner in owners}
             else:
-                found, _ = self._bounds_by(key, self.promql.by)
+                own, _ = self._bounds_by(key, self.promql.by)
+                found = {owner: own.get(owner) or own.get(owner.without(within), []) for owner in owners}
             self._bound_cache[key] = found
         return self._bound_cache[key]
 
-    def _bounds_by(self, key: str, by: tuple[str, ...]) -> tuple[dict[Group, list[float]], bool]:
+    def _bounds_by(self, key: str, by: tuple[str, ...] | None) -> tuple[dict[Group, list[float]], bool]:
         """The bounds, and whether each group has all of its bounds equally often."""
         bounds: dict[Group, dict[float, float]] = {}
         for element in self._ask(replace(self.promql, by=by).bucket_bounds(key)):
             bound = float(element["metric"]["le"])
-            bounds.setdefault(group_of(element["metric"]), {})[bound] = float(element["value"][1])
+            bounds.setdefault(_group(element["metric"]), {})[bound] = float(element["value"][1])
         alike = all(len(set(counts.values())) == 1 for counts in bounds.values())
         return {group: sorted(filter(math.isfinite, counts)) for group, counts in bounds.items()}, alike
+
+
+def _group(labels: Mapping[str, str]) -> Group:
+    """Whose an element of an answer is: its query has dropped the labels that tell no engines apart."""
+    return Group.of(**{name: value for name, value in labels.items() if name not in _OF_ANSWERS})
 
 
 def _remembered(ask: Ask) -> Ask:

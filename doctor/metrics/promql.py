@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from doctor.metrics.signals import (
@@ -26,12 +26,15 @@ from doctor.metrics.signals import (
     Ratio,
     Share,
     Sum,
+    metrics_of,
 )
 from servers.metrics.catalog import METRICS, Metric
+from servers.metrics.identity import PEERS, Identity
 
-GROUP_LABELS = ("instance", "model_name", "engine")
-"""One engine. Series that agree in these are added up; more instances are told apart."""
-
+_BY_PEERS = f"by ({', '.join(PEERS)})"
+_PEERS = f"on ({', '.join(PEERS)}) group_left ()"
+_HOST = "vtune_host"
+"""A label of the queries' own: servers may have one called ``host``."""
 _FUNCTIONS = {
     "avg": "avg_over_time",
     "min": "min_over_time",
@@ -50,39 +53,44 @@ _FUNCTIONS = {
 class PromQL:
     """Writes queries over one window.
 
-    ``selector`` is what stands inside the braces (``job="vllm"``); ``available`` are the sample names that
-    the server has (None: unknown, the newest name is written); ``slo`` resolves thresholds named by an SLO.
+    ``selector`` is what stands inside the braces (``job="vllm"``); ``available`` are the sample names there
+    are, by the server's own (None: unknown, the newest name is written); ``slo`` resolves thresholds named by
+    an SLO. An element of an answer keeps every label that tells its engine from others: what ``identity``
+    drops is added up, or one of its copies taken.
     """
 
     window_ms: int
     step_ms: int
     selector: str = ""
-    available: frozenset[str] | None = None
+    available: Mapping[str, Sequence[str]] | None = None
     slo: Mapping[str, float] = field(default_factory=dict)
     offset_ms: int = 0
     """How long before the evaluation's instant the window ends."""
-    by: tuple[str, ...] = GROUP_LABELS
-    """What is told apart; everything else is added up, also histograms before their quantile."""
+    identity: Identity = field(default_factory=Identity)
+    by: tuple[str, ...] | None = None
+    """Labels by which engines are added up, also histograms before their quantile; None: each by itself."""
 
     def text(self, node: Node) -> str:
         """The query whose result has one element per engine."""
+        if self.by is None and self.identity.spread(metrics_of(node)):
+            return self._spread(replace(self, identity=self.identity.of_servers()).text(node))
         match node:
             case OverTime(key, how):
                 combine = "max" if how == "resets" else METRICS[key].combine
-                return f"{combine} {self._by} ({self._ranges(key, '', _FUNCTIONS[how])})"
+                return self._combined(key, self._ranges(key, "", _FUNCTIONS[how]), combine)
             case Quantile(q, key):
                 grown = self._ranges(key, "_bucket", "increase")
-                return f"histogram_quantile({q:g}, sum {self._by_le} ({grown}))"
+                return f"histogram_quantile({q:g}, {self._combined(key, grown, keep='le')})"
             case HistogramSum(key, how):
-                return f"sum {self._by} ({self._ranges(key, '_sum', how)})"
+                return self._combined(key, self._ranges(key, "_sum", how))
             case Count(key, how):
-                return f"sum {self._by} ({self._ranges(key, '_count', _FUNCTIONS[how])})"
+                return self._combined(key, self._ranges(key, "_count", _FUNCTIONS[how]))
             case Mean(key):
                 return f"{self.text(HistogramSum(key))} / {self.text(Count(key))}"
             case Above(key, _):
                 bound = bucket_bound(node, self.slo)
                 below = self._ranges(key, "_bucket", "increase", f'le=~"{bound:g}([.]0)?"')
-                return f"1 - sum {self._by} ({below}) / {self.text(Count(key))}"
+                return f"1 - {self._combined(key, below, drop='le')} / {self.text(Count(key))}"
             case Share(conditions):
                 held = [self._holds(condition) for condition in conditions]
                 return f"avg_over_time(({' * '.join(held)}){self._subquery()})"
@@ -99,31 +107,39 @@ class PromQL:
             case Product(left, right):
                 return f"({self.text(left)}) * ({self.text(right)})"
             case Least(left, right):
-                on = f"on ({', '.join(self.by)})"
                 a, b = f"({self.text(left)})", f"({self.text(right)})"
-                return f"({a} <= {on} {b}) or {on} {b} or {on} {a}"
+                return f"({a} <= {b}) or {b} or {a}"
             case AgainstPeers(of):
                 own = self.text(of)
-                return f"({own}) / on (model_name) group_left () avg by (model_name) ({own})"
+                return f"({own}) / {_PEERS} avg {_BY_PEERS} ({own})"
             case OfPeers(of):
-                own, of_model = self.text(of), "on (model_name) group_left ()"
-                others = f"-1 * ({own}) + {of_model} sum by (model_name) ({own})"
-                return f"({others}) / {of_model} (count by (model_name) ({own}) - 1)"
+                own = self.text(of)
+                others = f"-1 * ({own}) + {_PEERS} sum {_BY_PEERS} ({own})"
+                return f"({others}) / {_PEERS} (count {_BY_PEERS} ({own}) - 1)"
             case Half(of, which):
                 half = self.window_ms // 2
                 return replace(self, window_ms=half, offset_ms=half if which == "first" else 0).text(of)
             case OnHost(key, how):
                 return self._beside(self._host_figure(key, how))
             case EnginesOnHost():
-                return self._beside(f"count by (host) ({self._hosts()})")
+                return self._beside(f"count by ({_HOST}) ({self._hosts()})")
 
-    @property
-    def _by(self) -> str:
-        return f"by ({', '.join(self.by)})"
+    def _combined(self, key: str, vector: str, how: str = "", keep: str = "", drop: str = "") -> str:
+        """One element per engine out of a metric's series; ``keep`` and ``drop``: a label of its values."""
+        roles, how = self.identity.of(key), how or METRICS[key].combine
+        if roles.copies:
+            vector = f"max without ({', '.join(roles.copies)}) ({vector})"
+        if self.by is not None:
+            return f"{how} by ({', '.join(filter(None, (keep, *self.by)))}) ({vector})"
+        if parts := [name for name in (drop, *roles.parts) if name]:
+            return f"{how} without ({', '.join(parts)}) ({vector})"
+        return f"({vector})" if " or " in vector else vector
 
-    @property
-    def _by_le(self) -> str:
-        return f"by (le, {', '.join(self.by)})"
+    def _spread(self, figure: str) -> str:
+        """A server's figure for each of its engines."""
+        pool = self._combined(self.identity.pool, self._ranges(self.identity.pool, "", "last_over_time"))
+        within = ", ".join(self.identity.within)
+        return f"0 * {pool} + ignoring ({within}) group_left () ({figure})"
 
     def together(self, nodes: Mapping[str, Node]) -> str:
         """One query for several nodes; the label ``signal`` tells whose an element is."""
@@ -135,33 +151,37 @@ class PromQL:
             texts = [f"({' or '.join(pair)})" for pair in pairs]
         return texts[0]
 
-    def owners(self, names: Iterable[str]) -> str:
-        """Which engines have which of these sample names."""
-        matcher = f'__name__=~"{"|".join(sorted(names))}"'
-        where, window = self._where(matcher), promql_duration(self.window_ms)
-        return f"count by (__name__, {', '.join(self.by)}) (last_over_time({where}[{window}]))"
+    def present(self, prefixes: Iterable[str]) -> str:
+        """The series whose own names begin so, whatever stands before that; of a histogram the counts."""
+        own = f'__name__=~"(.*[_:])?({"|".join(prefixes)})[_:].*"'
+        where = self._where(f'{own},__name__!~".*_(bucket|sum)"')
+        return f"last_over_time({where}[{promql_duration(self.window_ms)}])"
 
     def _host_figure(self, key: str, how: str) -> str:
         """One figure a host."""
         name, window = METRICS[key].names[0], promql_duration(self.window_ms)
         if how == "busy":
             idle = f'rate({name}{{mode="idle"}}[{window}])'
-            return f"1 - avg by (host) ({_with_host(idle)})"
+            return f"1 - avg by ({_HOST}) ({_with_host(idle)})"
         seen = _with_host(f"avg_over_time({name}[{window}])")
-        return f"count by (host) ({seen})" if how == "count" else f"avg by (host) ({seen}) / 100"
+        return f"count by ({_HOST}) ({seen})" if how == "count" else f"avg by ({_HOST}) ({seen}) / 100"
 
     def _hosts(self) -> str:
         """Every engine with its host, and the value 0."""
-        running = f"sum {self._by} ({self._ranges('running', '', 'last_over_time')})"
+        running = self._combined("running", self._ranges("running", "", "last_over_time"))
         return _with_host(f"0 * {running}")
 
     def _beside(self, figure: str) -> str:
         """A host's figure for each of its engines."""
-        return f"sum {self._by} ({self._hosts()} + on (host) group_left () ({figure}))"
+        return f"sum without ({_HOST}) ({self._hosts()} + on ({_HOST}) group_left () ({figure}))"
 
     def bucket_bounds(self, key: str) -> str:
         """Which ``le`` values a histogram has, and how often."""
-        return f"count {self._by_le} ({self._ranges(key, '_bucket', 'last_over_time')})"
+        seen = self._ranges(key, "_bucket", "last_over_time")
+        if self.by is not None:
+            return f"count by ({', '.join(('le', *self.by))}) ({seen})"
+        roles = self.identity.of(key)
+        return f"count without ({', '.join((*roles.parts, *roles.copies))}) ({seen})"
 
     def labels(self, key: str) -> str:
         """The series of an info metric, with their labels."""
@@ -182,12 +202,11 @@ class PromQL:
     def names(self, metric: Metric, suffix: str) -> list[str]:
         """The sample names to ask for, newest first."""
         names = [name + suffix for name in metric.names]
-        if self.available is None:
-            return names[:1]
-        return [name for name in names if name in self.available] or names[:1]
+        here = self.available or {}
+        return [spelled for name in names for spelled in here.get(name, ())] or names[:1]
 
     def _ranges(self, key: str, suffix: str, function: str, matcher: str = "") -> str:
-        where = self._where(matcher)
+        where = self._where(*self._whole(key), matcher)
         window = promql_duration(self.window_ms)
         offset = f" offset {promql_duration(self.offset_ms)}" if self.offset_ms else ""
         return " or ".join(
@@ -195,9 +214,9 @@ class PromQL:
         )
 
     def _instant(self, key: str) -> str:
-        where = self._where()
-        names = " or ".join(name + where for name in self.names(METRICS[key], ""))
-        return f"{METRICS[key].combine} {self._by} ({names})"
+        where = self._where(*self._whole(key))
+        names = self.names(METRICS[key], "")
+        return self._combined(key, " or ".join(name + where for name in names))
 
     def _sum(self, gauges: tuple[str, ...]) -> str:
         texts = [self._instant(gauge) for gauge in gauges]
@@ -209,13 +228,16 @@ class PromQL:
     def _subquery(self) -> str:
         return f"[{promql_duration(self.window_ms)}:{promql_duration(self.step_ms)}]"
 
-    def _where(self, matcher: str = "") -> str:
-        inside = ",".join(part for part in (self.selector, matcher) if part)
+    def _whole(self, key: str) -> list[str]:
+        return [f'{name}="{value}"' for name, value in self.identity.of(key).whole]
+
+    def _where(self, *matchers: str) -> str:
+        inside = ",".join(part for part in (self.selector, *matchers) if part)
         return f"{{{inside}}}" if inside else ""
 
 
 def _with_host(vector: str) -> str:
-    return f'label_replace({vector}, "host", "$1", "instance", "([^:]*).*")'
+    return f'label_replace({vector}, "{_HOST}", "$1", "instance", "([^:]*).*")'
 
 
 def bucket_bound(node: Above, slo: Mapping[str, float]) -> float:

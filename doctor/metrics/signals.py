@@ -2,7 +2,7 @@
 
 A line says what to compute from which metrics of the catalog. ``doctor.metrics.evaluators`` computes it from
 recorded scrapes, ``doctor.metrics.promql`` writes it as PromQL; a test holds the two equal on the same data.
-All signals are per engine (instance, model and engine label), over one window.
+All signals are per engine (see ``servers.metrics.identity``), over one window.
 """
 
 from __future__ import annotations

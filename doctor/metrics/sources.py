@@ -86,7 +86,7 @@ def observe_recording(
     if (recording.times >= start).sum() < 2:
         raise SourceError(f"{name}: fewer than two scrapes in the last {window:g} s; widen --window")
     span = Span(start, end, subquery_step(end - start))
-    evaluator = ScrapeEvaluator(recording, span, PromQL(end - start, span.step, slo=slo))
+    evaluator = ScrapeEvaluator.over(recording, span, slo)
     return _observation(name, evaluator, (end - start) / 1000, recording.notes)
 
 

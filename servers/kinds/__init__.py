@@ -44,9 +44,9 @@ def find_start(words: Sequence[str]) -> Start | None:
 
 
 def find_family(names: Collection[str]) -> tuple[ServerKind, str] | None:
-    """Whose metrics these sample names are, and which versions'; None for a stranger's."""
+    """Whose metrics these are, by a server's own names, and which versions'; None for a stranger's."""
     for kind in KINDS.values():
         for marker, label in kind.families:
-            if marker in names or marker.replace(":", "_", 1) in names:  # as some pipelines spell it
+            if marker in names:
                 return kind, label
     return None

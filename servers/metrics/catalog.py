@@ -1,13 +1,13 @@
 """The metrics that are read, under every name that a version of a server gave them.
 
 Names are listed newest first; where a server exposes two at once (the deprecated one lives on for two
-releases) the first counts. Some pipelines turn the colon into an underscore, so that spelling is known too.
+releases) the first counts. Pipelines spell names in ways of their own: :func:`plain` undoes that.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -39,8 +39,7 @@ class Metric:
 def _metric(key: str, kind: MetricKind, *names: str, combine: Literal["sum", "max"] = "sum") -> Metric:
     """``names``: of other exporters; the servers' own stand in ``servers.kinds``."""
     own = [name for server in KINDS.values() for name in server.metrics.get(key, ())]
-    spelled = tuple(dict.fromkeys(v for name in (*own, *names) for v in (name, name.replace(":", "_", 1))))
-    return Metric(key, kind, spelled, combine, _BOUNDS.get(key, ()))
+    return Metric(key, kind, tuple(dict.fromkeys((*own, *names))), combine, _BOUNDS.get(key, ()))
 
 
 _BOUNDS: dict[str, tuple[float, ...]] = {
@@ -114,10 +113,32 @@ ELSEWHERE: dict[str, str] = {
 
 _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "counter": ("",), "info": ("",)}
 
-MARKERS = frozenset(
-    name.replace(":", mark, 1) for kind in KINDS.values() for name, _ in kind.families for mark in (":", "_")
-)
+MARKERS = frozenset(name for kind in KINDS.values() for name, _ in kind.families)
 """Names that tell whose metrics they are, and which version's."""
+
+
+PREFIXES = tuple(sorted({name.partition(":")[0] for kind in KINDS.values() for name, _ in kind.families}))
+"""What a server's own names begin with, before the colon."""
+_SPELLED = re.compile(rf"(?:\w*?[_:])??({'|'.join(PREFIXES)})[:_](\w+)")
+
+
+@cache
+def plain(name: str) -> str:
+    """A sample name as the server has it: without what a pipeline put before it, and with its colon.
+
+    Ray writes ``ray_vllm_num_requests_running`` or ``ray_vllm:num_requests_running``, OpenTelemetry and
+    SGLang's gateway an underscore for the colon.
+    """
+    match = _SPELLED.fullmatch(name)
+    return f"{match[1]}:{match[2]}" if match else name
+
+
+def spellings(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """By a server's own name, the names that its samples have here; a bare one before a prefixed one."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in sorted(names, key=lambda name: (len(name), name)):
+        found[plain(name)] = (*found.get(plain(name), ()), name)
+    return found
 
 
 @cache

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from servers.kinds.vllm import pool_tokens
 from servers.metrics import catalog
+from servers.metrics.identity import roles_of_total
 
 SeriesKey = tuple[str, tuple[tuple[str, str], ...]]
 """Sample name and its labels, sorted."""
@@ -32,17 +34,29 @@ class Page:
         metric = catalog.METRICS[key]
         combine = max if metric.combine == "max" else sum
         for name in metric.names:
-            own = [
-                value for (sample, _), value in self.samples.items() if sample == name and 0 <= value <= MOST
-            ]
+            series = self._series.get(name, ())
+            roles = roles_of_total([labels for labels, _ in series])
+            own: dict[object, float] = {}
+            for labels, value in series:
+                if 0 <= value <= MOST and roles.count(labels):
+                    once = roles.once(labels)
+                    own[once] = max(value, own.get(once, 0.0))
             if own:
-                return combine(own)
+                return combine(own.values())
         return None
+
+    @cached_property
+    def _series(self) -> Mapping[str, Sequence[tuple[Mapping[str, str], float]]]:
+        """By the server's own names."""
+        found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
+        for (sample, labels), value in self.samples.items():
+            found.setdefault(catalog.plain(sample), []).append((dict(labels), value))
+        return found
 
     def labels(self, key: str) -> list[Mapping[str, str]]:
         """The labels of each series of a metric, such as ``cache_config``."""
         names = catalog.METRICS[key].names
-        return [dict(labels) for sample, labels in self.samples if sample in names]
+        return [labels for name in names for labels, _ in self._series.get(name, ())]
 
     @property
     def kv_tokens(self) -> int | None:
@@ -60,6 +74,7 @@ class PageReader:
 
     def __init__(self, keys: Collection[str] | None = None) -> None:
         self._names = catalog.sample_names(None if keys is None else frozenset(keys))
+        self._wanted: dict[str, bool] = {}
         self._known: dict[str, SeriesKey] = {}
 
     def read(self, text: str) -> Page:
@@ -67,10 +82,14 @@ class PageReader:
         values count as absent. Of a duplicated series the last sample counts.
         """
         samples: dict[SeriesKey, float] = {}
-        names, known, begins, bad = self._names, self._known, _LINE_NAME.match, 0
+        wanted, known, begins, bad = self._wanted, self._known, _LINE_NAME.match, 0
         for line in text.replace("\r\n", "\n").split("\n")[:-1]:
             match = begins(line)
-            if match is None or match[0] not in names:
+            if match is None:
+                continue
+            if (read := wanted.get(match[0])) is None:
+                read = wanted[match[0]] = catalog.plain(match[0]) in self._names
+            if not read:
                 continue
             at = line.rfind("}") + 1 or match.end()
             try:

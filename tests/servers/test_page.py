@@ -33,3 +33,16 @@ def test_lines_that_cannot_be_read_are_counted_and_cost_no_other_line() -> None:
     for garbled in ('vllm:num_requests_running{engine="0" 3\n', "vllm:num_requests_running\n"):
         page = reader.read(garbled + PAGE)
         assert (page.figure("running"), page.unreadable) == (7, 1)
+
+
+def test_copies_and_an_aggregate_beside_its_parts_count_once() -> None:
+    page = PageReader(["running", "waiting", "prompt_tokens"]).read(
+        "".join(
+            f'sglang:num_running_reqs{{dp_rank="{rank // 2}",tp_rank="{rank}"}} {4 + rank // 2}\n'
+            for rank in range(4)
+        )
+        + 'sglang:num_queue_reqs{priority=""} 3\n'
+        + 'sglang:num_queue_reqs{priority="0"} 1\nsglang:num_queue_reqs{priority="1"} 2\n'
+        + 'ray_sglang_prompt_tokens_total{WorkerId="a"} 7\nray_sglang_prompt_tokens_total{WorkerId="b"} 9\n'
+    )
+    assert [page.figure(key) for key in ("running", "waiting", "prompt_tokens")] == [9, 3, 16]

@@ -106,7 +106,7 @@ def view(chance: Random) -> EngineView:
     given = command(chance) if chance.random() < 0.8 else None
     slo = chance.choice([0.02, 0.05, 0.2, math.inf])
     return EngineView(
-        group=Group("host:1", "m", "0"),
+        group=Group.of(instance="host:1", model_name="m", engine="0"),
         name="host:1",
         readings=readings(chance),
         queries={},
