@@ -10,8 +10,17 @@ from doctor.diagnosis.playbook import Playbook, Remedy
 from doctor.export.compile import RuleCompiler
 from doctor.metrics.promql import promql_duration
 from servers.metrics.catalog import ELSEWHERE, METRICS, OPTIONAL
+from servers.metrics.identity import PLACE
 
 ABSENT_FOR = "10m"
+_WHERE = (
+    "".join(f"{{{{ with $labels.{label} }}}}{label} {{{{ . }}}}, {{{{ end }}}}" for label in PLACE)
+    + "{{ $labels.instance }}"
+    + "".join(
+        f"{{{{ with $labels.{label} }}}}, {label} {{{{ . }}}}{{{{ end }}}}" for label in ("engine", "dp_rank")
+    )
+)
+"""Which engine, in the language of Prometheus's templates."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ def _alert(book: Playbook, query: str, causes: Sequence[str]) -> dict[str, Any]:
     labels = {"severity": book.severity, "playbook": book.id}
     steps = [_step(remedy) for remedy in book.remedies]
     annotations = {
-        "summary": f"{book.title} ({{{{ $labels.instance }}}})",
+        "summary": f"{book.title} ({_WHERE})",
         "description": "\n".join(f"- {step}" for step in steps),
         "runbook": f"vtune playbook show {book.id}",
     }

@@ -8,6 +8,7 @@ from typing import Any
 from doctor.diagnosis.playbook import Playbook
 from doctor.export.compile import RuleCompiler
 from doctor.metrics.signals import SIGNALS
+from servers.metrics.identity import PLACE
 
 INSTANCES = 'instance=~"$instance"'
 """The dashboard's own matcher, beside the user's selector."""
@@ -99,6 +100,7 @@ def _panel(title: str, names: Sequence[str], compiler: RuleCompiler) -> dict[str
     queries = {name: query for name in names if (query := compiler.signal(name)) is not None}
     if not queries:
         return None
+    where = " ".join(f"{{{{{label}}}}}" for label in dict.fromkeys((*PLACE, *compiler.promql.identity.apart)))
     defaults: dict[str, Any] = {"unit": _UNITS.get(SIGNALS[names[0]].unit, "short"), "min": 0}
     limits = [compiler.constants[_OBJECTIVES[name]] for name in names if name in _OBJECTIVES]
     if limits and limits[0] < float("inf"):
@@ -114,7 +116,7 @@ def _panel(title: str, names: Sequence[str], compiler: RuleCompiler) -> dict[str
         "datasource": _REFERENCE,
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "targets": [
-            _target(query, f"{name} {{{{instance}}}}", letter)
+            _target(query, f"{name} {where}", letter)
             for letter, (name, query) in zip("ABCDEFGH", queries.items(), strict=False)
         ],
     }

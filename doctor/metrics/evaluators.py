@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +35,7 @@ from doctor.metrics.signals import (
     Share,
     Signal,
     Sum,
+    counted,
     metrics_of,
 )
 from servers.kinds import find_family
@@ -191,6 +193,8 @@ class Evaluator(ABC):
         if isinstance(node, OnHost):
             exporter = catalog.ELSEWHERE[node.metric]
             return Missing(name, "elsewhere", f"no {exporter} on {group.instance}'s host")
+        if isinstance(node, AgainstPeers | OfPeers) and self.promql.identity.spread(metrics_of(node)):
+            return Missing(name, "peers", "its server tells this of all of its engines together")
         for key in sorted(metrics_of(node)):
             if group not in self._owners(key):
                 return Missing(name, "metric", f"{self._called(key)} is missing on {group.instance}")
@@ -265,7 +269,12 @@ class ScrapeEvaluator(Evaluator):
         if self.promql.by is None and identity.spread(metrics_of(node)):
             whole = self._of_servers.numbers(node)
             servers = {group: group.without(identity.within) for group in self.groups}
-            return {group: whole[server] for group, server in servers.items() if server in whole}
+            engines = Counter(servers.values()) if counted(node) else {}
+            return {
+                group: whole[server] / Number.exactly(engines.get(server, 1))
+                for group, server in servers.items()
+                if server in whole
+            }
         match node:
             case OverTime(key, how):
                 combine = "max" if how == "resets" else METRICS[key].combine

@@ -26,6 +26,7 @@ from doctor.metrics.signals import (
     Ratio,
     Share,
     Sum,
+    counted,
     metrics_of,
 )
 from servers.metrics.catalog import METRICS, Metric
@@ -73,7 +74,8 @@ class PromQL:
     def text(self, node: Node) -> str:
         """The query whose result has one element per engine."""
         if self.by is None and self.identity.spread(metrics_of(node)):
-            return self._spread(replace(self, identity=self.identity.of_servers()).text(node))
+            figure = replace(self, identity=self.identity.of_servers()).text(node)
+            return self._spread(figure, counted(node))
         match node:
             case OverTime(key, how):
                 combine = "max" if how == "resets" else METRICS[key].combine
@@ -135,11 +137,14 @@ class PromQL:
             return f"{how} without ({', '.join(parts)}) ({vector})"
         return f"({vector})" if " or " in vector else vector
 
-    def _spread(self, figure: str) -> str:
-        """A server's figure for each of its engines."""
+    def _spread(self, figure: str, shared_out: bool) -> str:
+        """A server's figure for each of its engines; ``shared_out``: an even share of it."""
         pool = self._combined(self.identity.pool, self._ranges(self.identity.pool, "", "last_over_time"))
         within = ", ".join(self.identity.within)
-        return f"0 * {pool} + ignoring ({within}) group_left () ({figure})"
+        each = f"0 * {pool} + ignoring ({within}) group_left () ({figure})"
+        if not shared_out:
+            return each
+        return f"({each}) / ignoring ({within}) group_left () count without ({within}) ({pool})"
 
     def together(self, nodes: Mapping[str, Node]) -> str:
         """One query for several nodes; the label ``signal`` tells whose an element is."""

@@ -477,6 +477,18 @@ SIGNALS: dict[str, Signal] = {
 }
 
 
+def counted(node: Node) -> bool:
+    """Whether a figure of several engines is the sum of theirs."""
+    match node:
+        case OverTime() | HistogramSum() | Count():
+            return True
+        case Sum(terms):
+            return all(map(counted, terms))
+        case OfPeers(of):
+            return counted(of)
+    return False
+
+
 def metrics_of(node: Node) -> set[str]:
     """Catalog keys that ``node`` reads."""
     match node:

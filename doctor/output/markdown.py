@@ -14,6 +14,7 @@ from doctor.output.report import (
     grouped,
     prescription_lines,
     verdict,
+    where,
 )
 from loadgen.output.page import render
 
@@ -43,7 +44,7 @@ def _finding(alike: Sequence[Finding]) -> dict[str, Any]:
     first = alike[0]
     return {
         "first": first,
-        "instances": [finding.instance for finding in alike[:_SHOWN]],
+        "instances": [where(finding) for finding in alike[:_SHOWN]],
         "more": len(alike) > _SHOWN,
         "cost": cost_words(alike),
         "evidence": [

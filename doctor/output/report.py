@@ -10,6 +10,7 @@ from doctor.diagnosis.fleet import Fleet
 from doctor.diagnosis.quantity import quantity
 from loadgen.measure.rounding import significant
 from loadgen.output.escape import printable
+from servers.metrics.identity import PLACE
 from servers.reading import Missing
 
 _STATUS_WORDS = {
@@ -75,8 +76,8 @@ def finding_lines(number: int, alike: Sequence[Finding], queries: bool) -> list[
     first = alike[0]
     behind = f"  (explained by {first.suppressed_by})" if first.suppressed_by else ""
     lines = [f"{number}. {_MARK[first.severity]} {first.id}: {first.title}{behind}"]
-    others = f" and {len(alike) - 1} more: {_some([f.instance for f in alike[1:]])}" if len(alike) > 1 else ""
-    lines.append(f"   on {first.instance}{others}")
+    others = f" and {len(alike) - 1} more: {_some([where(f) for f in alike[1:]])}" if len(alike) > 1 else ""
+    lines.append(f"   on {where(first)}{others}")
     if first.suppressed_by is None:
         lines += [f"   {words}"] if (words := cost_words(alike)) else []
         lines += [f"   {line}" for item in first.evidence for line in _evidence(item, queries)]
@@ -88,6 +89,13 @@ def finding_lines(number: int, alike: Sequence[Finding], queries: bool) -> list[
             expected = "; ".join(f"{name}: {change}" for name, change in first.expect.items())
             lines.append(f"   expect: {expected}")
     return lines
+
+
+def where(finding: Finding) -> str:
+    """The engine, with what its labels say of the place that it runs at."""
+    place = [f"{label} {finding.labels[label]}" for label in PLACE if label in finding.labels]
+    said = [part for part in place if part not in finding.instance]
+    return finding.instance + (f" ({', '.join(said)})" if said else "")
 
 
 def _evidence(item: Evidence, queries: bool) -> list[str]:

@@ -30,6 +30,9 @@ POOLS = ("kv_usage", "running", "waiting")
 PEERS = ("cluster", "namespace", "model_name")
 """Engines that agree in these share their load."""
 
+PLACE = ("cluster", "namespace", "job", "pod")
+"""Labels by which a scrape configuration says where an engine runs, for people."""
+
 _OF_VALUES = frozenset({"le", "quantile", "__name__"})
 _APART = re.compile(r"(?:.*_)?(?:dp|data_parallel|engine|replica|worker)_(?:rank|index|id)|engine|model_name")
 """Own labels of a server that tell engines apart: data-parallel ranks have a scheduler and a pool each."""
@@ -69,7 +72,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class Identity:
-    """``roles``: by key of the catalogue. ``pool``: whose labels tell engines apart.
+    """``roles``: by key of the catalogue. ``pool``: the gauge that tells engines apart, by ``apart``.
 
     ``within``: labels that tell the engines of one server apart and that some metrics lack; ``shared``: those
     metrics, which a server has once for all of its engines.
@@ -77,6 +80,7 @@ class Identity:
 
     roles: Mapping[str, Roles] = field(default_factory=dict)
     pool: str = POOLS[0]
+    apart: tuple[str, ...] = ("engine", "instance", "model_name")
     within: tuple[str, ...] = ()
     shared: frozenset[str] = frozenset()
 
@@ -93,7 +97,8 @@ class Identity:
             key: replace(own, parts=tuple(sorted({*own.parts, *self.within})))
             for key, own in self.roles.items()
         }
-        return Identity(roles, self.pool)
+        apart = tuple(name for name in self.apart if name not in self.within)
+        return Identity(roles, self.pool, apart)
 
 
 @cache
@@ -128,6 +133,7 @@ def identity_of(seen: Mapping[str, Sequence[Labels]]) -> Identity:
     return Identity(
         {key: _roles(seen[key], names, apart) for key, names in carried.items()},
         pool,
+        tuple(sorted(apart)),
         tuple(sorted(within)),
         frozenset(key for key, names in carried.items() if not within <= names),
     )

@@ -26,7 +26,7 @@ from doctor.diagnosis.playbook import load_all
 from doctor.export.alerts import alert_rules
 from doctor.export.dashboard import dashboard
 from doctor.export.export import compiler
-from doctor.metrics.sources import Scrapes
+from doctor.metrics.sources import PrometheusSource, Scrapes
 from servers.facts import releases_of
 from servers.metrics.exposition import record
 from vtune_cli import app
@@ -223,3 +223,32 @@ def test_nothing_asks_for_a_metric_that_the_release_never_had(version: str, kind
     known = {name.removesuffix("_total") for name in VLLM.metrics_at(version)}
     assert told
     assert told <= known, told - known
+
+
+KUBERNETES = {"cluster": "eu", "namespace": "prod", "job": "vllm", "pod": "vllm-0", "team": "search"}
+
+
+@needs_prometheus
+@pytest.mark.parametrize("looked_at", ["nothing", "a page", "the prometheus"])
+def test_an_alert_keeps_the_labels_by_which_it_is_routed(looked_at: str, tmp_path: Path) -> None:
+    """Also where the rules were made from a bare page, which has none of them."""
+    pages = Server(running=2, waiting=9, kv=0.02).scrapes(count=STEPS + 1, every_ms=EVERY_S * 1000)
+    engine = {**KUBERNETES, "instance": "10.0.0.7:8000", "engine": "0", "model_name": "m"}
+    load_recording(record(pages), tmp_path, {**KUBERNETES, "instance": "10.0.0.7:8000"})
+    with prometheus(tmp_path) as url:
+        at = pages[-1][0] / 1000
+        sources = {
+            "nothing": None,
+            "a page": Scrapes(pages),
+            "the prometheus": PrometheusSource(url, at=at),
+        }
+        rules = alert_rules(load_all(), compiler(sources[looked_at], {"max_num_seqs": 2}))
+        board = dashboard(load_all(), compiler(sources[looked_at], {"max_num_seqs": 2}))
+        alert = alerts(rules.text())["seq-cap"]
+        assert [element["metric"] for element in ask(url, alert["expr"], at)] == [engine]
+        for panel in board["panels"][2:]:
+            for target in panel.get("targets", ()):
+                for element in ask(url, target["expr"], at):
+                    assert element["metric"].items() >= engine.items(), target["expr"]
+                assert "{{namespace}} {{job}} {{pod}}" in target["legendFormat"]
+    assert "{{ with $labels.pod }}pod {{ . }}, {{ end }}" in alert["annotations"]["summary"]

@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 from live_prometheus import load_recordings, needs_prometheus, prometheus
+from prometheus_api_client import PrometheusConnect
 
 from doctor.diagnosis.diagnose import diagnose
 from doctor.diagnosis.judged_objectives import DEFAULTS
+from doctor.diagnosis.playbook import load_all
+from doctor.export.alerts import alert_rules
+from doctor.export.compile import RuleCompiler
+from doctor.export.export import compiler
 from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Observation, PrometheusSource, Scrapes
@@ -18,6 +23,7 @@ from servers.metrics.exposition import record
 from servers.reading import Number
 
 Labels = Mapping[str, str]
+FLAGS = {"max_num_seqs": 40}
 START_MS, STEP_MS, STEPS = 1_700_000_000_000, 15_000, 13
 BOUNDS = ("0.1", "0.5", "1.0", "2.0", "+Inf")
 
@@ -106,8 +112,8 @@ CASES: Mapping[str, Case] = {
         ],
         [(M, 10)],
         {
-            engine(model_name="m", dp_rank="0"): (30, 9, REQUESTS),
-            engine(model_name="m", dp_rank="1"): (2, 0, REQUESTS),
+            engine(model_name="m", dp_rank="0"): (30, 9, REQUESTS / 2),
+            engine(model_name="m", dp_rank="1"): (2, 0, REQUESTS / 2),
         },
     ),
     "a gateway's page": Case(
@@ -172,7 +178,7 @@ def page(case: Case, step: int) -> str:
         done = grown * step
         lines += [
             f"{case.names}generation_tokens_total{written(labels)} {200 * done}",
-            f"{case.names}prompt_tokens_total{written(labels)} {900 * done}",
+            f"{case.names}prompt_tokens_total{written(labels)} {300 * done}",
             *(
                 f"{case.names}time_to_first_token_seconds_bucket{written({**labels, 'le': bound})} "
                 f"{0 if bound == '0.1' else done}"
@@ -214,7 +220,7 @@ def test_each_engine_is_judged_by_its_own_series_counted_once(name: str) -> None
 def test_a_prometheus_tells_the_same_of_every_engine(tmp_path: Path) -> None:
     pages = {name: scrapes(case) for name, case in CASES.items()}
     load_recordings([(record(own), {"case": name}) for name, own in pages.items()], tmp_path)
-    end = (START_MS + (STEPS - 1) * STEP_MS) / 1000
+    end, told = (START_MS + (STEPS - 1) * STEP_MS) / 1000, 0
     with prometheus(tmp_path) as url:
         for name, own in pages.items():
             recorded = Scrapes(own).observe(None, DEFAULTS)
@@ -224,6 +230,23 @@ def test_a_prometheus_tells_the_same_of_every_engine(tmp_path: Path) -> None:
             for group, known in ours.items():
                 assert theirs[group].keys() == known.keys(), name
                 assert theirs[group] == pytest.approx(known, rel=0.01, abs=1e-9), name
+            found = diagnose(Scrapes(own), FLAGS).findings
+            told += len(found)
+            source = PrometheusSource(url, f'case="{name}"', at=end)
+            exported = compiler(source, FLAGS, window=recorded.window_s, selector=f'case="{name}"')
+            assert alerted(url, exported, end) == {(f.id, tuple(f.labels.items())) for f in found}, name
+    assert told >= 4
+
+
+def alerted(url: str, exported: RuleCompiler, at: float) -> set[tuple[str, tuple[tuple[str, str], ...]]]:
+    """The playbooks whose alerts hold, with the labels of the engine."""
+    groups = alert_rules(load_all(), exported).document["groups"]
+    client = PrometheusConnect(url)
+    return {
+        (rule["labels"]["playbook"], Group.of(**element["metric"]).without(("case", "__name__")).labels)
+        for rule in groups[0]["rules"]
+        for element in client.custom_query(rule["expr"], params={"time": at})
+    }
 
 
 def test_ranks_and_workers_are_held_against_each_other() -> None:
