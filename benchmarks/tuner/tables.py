@@ -329,12 +329,11 @@ def read_table(problem: Problem, text: str) -> Table:
 
 
 def read_measured(problem: Problem, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Of the file that ``tuner_noise`` writes. Over 20 requests the trend of a backlog says nothing: none is
-    taken to be left."""
+    """Of the file that ``tuner_noise`` writes."""
     entries = {}
     for row in rows:
         figures = {name: reading[0] for name, reading in row["whole"].items() if reading[0] is not None}
-        entries[problem.key({**problem.baseline, **row["config"]})] = Entry({**figures, "backlog": 0.0})
+        entries[problem.key({**problem.baseline, **row["config"]})] = Entry(figures)
     return Table(problem, entries)
 
 

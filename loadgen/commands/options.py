@@ -155,8 +155,8 @@ class Load(Recorded):
     trace: Annotated[
         Path | None,
         _option(
-            "Replay recorded traffic, in place of a workload: a file of Azure's, Mooncake's, Bailian's or "
-            "BurstGPT's kind, of `vtune bench record`, or any CSV or JSON lines with --trace-columns."
+            "Replay recorded traffic, in place of a workload: a file of Azure's, Mooncake's or BurstGPT's "
+            "kind, of `vtune bench record`, or any CSV or JSON lines with --trace-columns."
         ),
     ] = None
     dataset: Annotated[

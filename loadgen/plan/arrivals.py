@@ -152,6 +152,33 @@ class Poisson(Arrival):
 
 
 @dataclass(frozen=True)
+class PoissonWindow(Arrival):
+    """A Poisson process of ``rate`` that is known to bring N requests in N/rate seconds.
+
+    Given their number, the times of a Poisson process are N independent uniform ones in order (Ross,
+    "Introduction to Probability Models", theorem 5.2). Forty gaps that are drawn one after the other last 16
+    to 34 s where 24 are expected: the load that is offered differs as much from run to run.
+    """
+
+    rate: float
+
+    def __post_init__(self) -> None:
+        _positive("the rate", self.rate)
+
+    def times(
+        self, rng: np.random.Generator, *, num_requests: int | None = None, duration: float | None = None
+    ) -> Times:
+        _check_extent(num_requests, duration, self.rate)
+        count = num_requests if num_requests is not None else round(self.rate * (duration or 0.0))
+        times = np.sort(rng.uniform(0.0, count / self.rate, size=count))
+        return times if duration is None else times[times < duration]
+
+    @property
+    def description(self) -> str:
+        return f"open loop, Poisson {self.rate:g} req/s, as many in every run"
+
+
+@dataclass(frozen=True)
 class Ramp(Arrival):
     """A Poisson process whose rate goes linearly from ``start`` to ``end`` over ``over`` seconds, then stays.
 

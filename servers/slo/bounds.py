@@ -26,7 +26,7 @@ PER_REQUEST = ("ttft", "tpot", "itl", "e2e", "max_stall", "service_ttft")
 STATISTICS = ("p50", "p90", "p95", "p99", "mean", "es95", "es99")
 """``es95`` and ``es99``: expected shortfall, the mean of the slowest 5 or 1 % of the samples."""
 RATES = ("throughput", "request_rate", "goodput")
-COUNTS = ("failed", "backlog")
+COUNTS = ("failed",)
 UNITS = {"ms": 1e-3, "s": 1.0, "us": 1e-6, "µs": 1e-6}
 
 

@@ -104,20 +104,19 @@ class Slo:
 
 
 NO_FAILURE = Bound("failed", "<=", 0, note="no failed request")
-NO_BACKLOG = Bound("backlog", "<=", 0, note="no backlog left")
-
-_KEEPS_UP = (NO_FAILURE, NO_BACKLOG)
 _THROUGHPUT = RelativeBound("throughput", ">=", 0.9)
 _TTFT, _ITL = RelativeBound("ttft_es95", "<=", 1.2), RelativeBound("itl_es99", "<=", 1.2)
 
 PRESETS: Mapping[str, Slo] = {
-    "itl": Slo("itl", Objective("itl_es99", "minimize"), _KEEPS_UP, (_THROUGHPUT, _TTFT)),
-    "stall": Slo("stall", Objective("max_stall_mean", "minimize"), _KEEPS_UP, (_THROUGHPUT, _TTFT)),
-    "ttft": Slo("ttft", Objective("ttft_es95", "minimize"), _KEEPS_UP, (_THROUGHPUT, _ITL)),
+    "itl": Slo("itl", Objective("itl_es99", "minimize"), (NO_FAILURE,), (_THROUGHPUT, _TTFT)),
+    "stall": Slo("stall", Objective("max_stall_mean", "minimize"), (NO_FAILURE,), (_THROUGHPUT, _TTFT)),
+    "ttft": Slo("ttft", Objective("ttft_es95", "minimize"), (NO_FAILURE,), (_THROUGHPUT, _ITL)),
     "throughput": Slo("throughput", Objective("throughput", "maximize"), (NO_FAILURE,), saturated=True),
 }
 """Tails are expected shortfalls, the mean of the slowest 1 % of the gaps and 5 % of the waits: a percentile
-jumps as a stall more or less falls among its share, and does not see what fewer than that share meet."""
+jumps as a stall more or less falls among its share, and does not see what fewer than that share meet. A
+config that does not keep up is seen in its TTFT and throughput: whether requests pile up over a run of 20 s
+that begins with an idle server is chance at 70 % of the capacity already."""
 
 
 def parse_slo(text: str) -> Slo:

@@ -15,9 +15,9 @@ from servers.slo.objective import PRESETS
 from tuner.runs.result import Measurement, Reading
 
 
-def measured(itl: float, throughput: float = 100.0, backlog: float = 0.0) -> Measurement:
+def measured(itl: float, throughput: float = 100.0, failed: float = 0.0) -> Measurement:
     values = {
-        "itl_es99": itl, "ttft_es95": 1.0, "throughput": throughput, "failed": 0.0, "backlog": backlog
+        "itl_es99": itl, "ttft_es95": 1.0, "throughput": throughput, "failed": failed
     }  # fmt: skip
     return Measurement({name: Reading(value) for name, value in values.items()}, 60.0)
 
@@ -46,7 +46,7 @@ def test_a_recommendation_is_near_the_best_or_false() -> None:
 
 
 def test_to_hold_what_the_baseline_misses_is_a_gain_without_end() -> None:
-    missing = Truth(PRESETS["itl"], measured(0.1, backlog=9.0))
+    missing = Truth(PRESETS["itl"], measured(0.1, failed=9.0))
     assert missing.gain(measured(0.2)) == math.inf
     assert not missing.false(measured(0.2))
 

@@ -88,7 +88,6 @@ def test_itl_preset_is_relative_to_the_baseline() -> None:
     bounds = PRESETS["itl"].resolve(lambda metric, cls: measured[metric])
     assert {b.metric: (b.op, pytest.approx(b.limit)) for b in bounds} == {
         "failed": ("<=", 0),
-        "backlog": ("<=", 0),
         "throughput": (">=", 90.0),
         "ttft_es95": ("<=", 2.4),
     }
@@ -99,7 +98,7 @@ def test_itl_preset_is_relative_to_the_baseline() -> None:
 def test_ttft_preset_is_the_mirror_image() -> None:
     assert PRESETS["ttft"].objective == Objective("ttft_es95", "minimize")
     bounds = PRESETS["ttft"].resolve(lambda metric, cls: 1.0)
-    assert {b.metric for b in bounds} == {"failed", "backlog", "throughput", "itl_es99"}
+    assert {b.metric for b in bounds} == {"failed", "throughput", "itl_es99"}
 
 
 def test_throughput_preset_saturates() -> None:
@@ -110,7 +109,7 @@ def test_throughput_preset_saturates() -> None:
 
 
 def test_bounds_relative_to_a_baseline_that_could_not_be_measured_are_dropped() -> None:
-    assert {b.metric for b in PRESETS["itl"].resolve(lambda metric, cls: math.nan)} == {"failed", "backlog"}
+    assert {b.metric for b in PRESETS["itl"].resolve(lambda metric, cls: math.nan)} == {"failed"}
 
 
 @given(st.floats(0.001, 1e3), st.floats(0.0001, 1e4), st.sampled_from(["<=", ">="]))
@@ -163,4 +162,4 @@ def test_stall_preset_minimises_the_longest_gap() -> None:
     slo = PRESETS["stall"]
     assert slo.objective == Objective("max_stall_mean", "minimize")
     bounds = slo.resolve(lambda metric, cls: 1.0)
-    assert {b.metric for b in bounds} == {"failed", "backlog", "throughput", "ttft_es95"}
+    assert {b.metric for b in bounds} == {"failed", "throughput", "ttft_es95"}

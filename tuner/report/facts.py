@@ -46,6 +46,7 @@ def report_facts(optimizer: Optimizer, outcome: Outcome, advice: Advice | None =
         space=study.space,
         outcome=outcome,
         results=study.results,
+        leaders=study.leaders(),
         ped_anova=study.importances(),
         baseline_launch=_launch(optimizer, model, job.flags),
         best_launch=_launch(optimizer, model, flags) if outcome.best else None,

@@ -15,7 +15,6 @@ from servers.slo.objective import Slo
 from tuner.report.curves import KnobCurve
 from tuner.report.pareto import Front
 from tuner.runs.result import Reading, TrialResult
-from tuner.search.strategy import best_so_far
 from tuner.space.space import Space, config_key, describe_changes
 from tuner.study.cost import CostItem
 from tuner.study.loads import Advice
@@ -78,8 +77,8 @@ def trade_off(results: Sequence[TrialResult], space: Space, front: Front) -> go.
     return _dress(figure, "Trade-off: each config (star: your own)", *axes)
 
 
-def history(results: Sequence[TrialResult], space: Space, slo: Slo) -> go.Figure:
-    """The objective by trial, with its 95 % interval, and the best feasible one so far."""
+def history(results: Sequence[TrialResult], leaders: Sequence[TrialResult | None], slo: Slo) -> go.Figure:
+    """The objective by trial, with its 95 % interval, and what the best one so far measured."""
     figure, factor = go.Figure(), scale_of(slo.objective.metric)
     for group, colour in COLOURS.items():
         members = [r for r in results if _group(r) == group and r.status != "duplicate"]
@@ -93,7 +92,6 @@ def history(results: Sequence[TrialResult], space: Space, slo: Slo) -> go.Figure
             name=group,
             marker={"color": colour, "size": 8},
         )
-    leaders = best_so_far(results, space, slo.objective)
     figure.add_scatter(
         x=[r.number for r in results],
         y=[factor * leader.value(slo.objective) if leader else math.nan for leader in leaders],

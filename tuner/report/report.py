@@ -55,6 +55,8 @@ class Facts:
     space: Space
     outcome: Outcome
     results: Sequence[TrialResult]
+    leaders: Sequence[TrialResult | None]
+    """After each of the results the best config by what was known then."""
     ped_anova: Mapping[str, float]
     """Shares of the objective's variation over all trials, by axis; empty for too few trials."""
     baseline_launch: Launch
@@ -249,7 +251,7 @@ def figures(facts: Facts) -> list[go.Figure]:
         if sides:
             found.append(plots.distributions(metric, sides))
     found.append(plots.trade_off(facts.results, facts.space, facts.front))
-    found.append(plots.history(facts.results, facts.space, facts.slo))
+    found.append(plots.history(facts.results, facts.leaders, facts.slo))
     if expected := plots.expectations(facts.results, facts.predictions, facts.slo):
         found.append(expected)
     found += [plots.one_knob(curve, facts.slo) for curve in facts.curves]

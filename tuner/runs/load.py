@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
-from loadgen.plan.arrivals import Arrival, ClosedLoop, Poisson
+from loadgen.plan.arrivals import Arrival, ClosedLoop, PoissonWindow
 from loadgen.plan.workload import Length, RequestClass, Schedule, Workload, schedule_hash
 from tuner.runs.seeds import Seeds
 
@@ -77,7 +77,7 @@ class GeneratedLoad:
     @property
     def arrival(self) -> Arrival:
         if self.rate is not None:
-            return Poisson(self.rate)
+            return PoissonWindow(self.rate)
         assert self.concurrency is not None, "a load has a rate or a concurrency"
         return ClosedLoop(self.concurrency)
 

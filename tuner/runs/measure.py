@@ -10,7 +10,6 @@ from functools import cached_property
 import numpy as np
 
 from loadgen.measure import stats
-from loadgen.measure.backlog import backlog as backlog_of
 from loadgen.measure.record import Records
 from loadgen.measure.stats import Summary
 from servers.slo.bounds import LATENCIES, RATES, name_of
@@ -68,11 +67,6 @@ class Run:
     def _summaries(self) -> dict[tuple[stats.RequestBound, ...], stats.Summary]:
         return {}
 
-    @cached_property
-    def backlog(self) -> float:
-        """A trend, so of the steady part."""
-        return backlog_of(self.records)
-
 
 def measure(runs: Sequence[Run], slo: Slo) -> Measurement:
     """The figures that ``slo`` and the report need, over all ``runs`` together.
@@ -88,9 +82,6 @@ def measure(runs: Sequence[Run], slo: Slo) -> Measurement:
     ]
     pools = _Pools(summaries)
     readings = {name_of(metric, cls): _reading(pools, metric, cls) for metric, cls in dict.fromkeys(wanted)}
-    # Chance makes a trend in some run of few requests: half the runs are proof.
-    backlog = float(np.median([run.backlog for run in runs]))
-    readings["backlog"] = Reading(backlog, readings["failed"].n)
     verdicts = dict.fromkeys(run.records.verdict for run in runs if run.records.verdict not in ("", "ok"))
     return Measurement(readings, sum(run.seconds for run in runs), ", ".join(verdicts) or "ok")
 

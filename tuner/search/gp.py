@@ -29,8 +29,8 @@ LOG_LENGTH = (math.log(0.8), 0.8)
 """Mean and deviation of a length's logarithm; the dimensions run from 0 to 1."""
 LOG_AMPLITUDE = (math.log(1.0), 0.7)
 """The same of the amplitude, in standard deviations of the data."""
-LOG_NOISE = (math.log(0.03), 0.8)
-"""The same of the noise, in units of y: repeats of a figure differ by some per cent."""
+NOISE, LOG_NOISE_SD = 0.03, 0.8
+"""The noise that is expected, in units of y, where nothing better is known, and its logarithm's deviation."""
 REQUEST_SET_SD = 0.1
 """Standard deviation of a request set's level, in units of y: how much harder one set is than another."""
 JITTER = 1e-8
@@ -163,12 +163,14 @@ class _Data:
         return cls((missed - mean) / scale, mean, scale, fixed)
 
 
-def most_probable(points: Points, y: Array, variances: Array | None = None) -> Hyperparameters:
-    """The hyperparameters for values at n points. See :func:`fit`."""
+def most_probable(
+    points: Points, y: Array, variances: Array | None = None, noise: float = NOISE
+) -> Hyperparameters:
+    """The hyperparameters for values at n points. ``noise``: as it is expected. See :func:`fit`."""
     data, dimensions = _Data.of(points, y, variances), points.x.shape[1]
     squares = (points.x[:, None, :] - points.x[None, :, :]) ** 2
-    centre = np.array([*[LOG_LENGTH[0]] * dimensions, LOG_AMPLITUDE[0], LOG_NOISE[0] - math.log(data.scale)])
-    width = np.array([*[LOG_LENGTH[1]] * dimensions, LOG_AMPLITUDE[1], LOG_NOISE[1]])
+    centre = np.array([*[LOG_LENGTH[0]] * dimensions, LOG_AMPLITUDE[0], math.log(noise / data.scale)])
+    width = np.array([*[LOG_LENGTH[1]] * dimensions, LOG_AMPLITUDE[1], LOG_NOISE_SD])
     best = minimize(
         _loss, centre, args=(squares, data.target, data.fixed, centre, width), jac=True, method="L-BFGS-B",
         bounds=[(c - 3 * w, c + 3 * w) for c, w in zip(centre, width, strict=True)],

@@ -23,7 +23,14 @@ from tuner.search.gp import Array
 from tuner.search.inactive_knobs import inactive
 from tuner.search.pool import CandidatePool, CandidatePools, encode
 from tuner.search.prior import Prior
-from tuner.search.strategy import EXPECTED_GAIN, MIN_SLACK, History, Strategy, Suggestion
+from tuner.search.strategy import (
+    EXPECTED_GAIN,
+    MIN_SLACK,
+    History,
+    Strategy,
+    Suggestion,
+    by_measurement,
+)
 from tuner.search.surrogates import Surrogates
 from tuner.space.space import Config, Space, config_key
 
@@ -130,13 +137,26 @@ class ModelStrategy(Strategy):
             ranked.insert(0, best)  # for it is compared with them under the same requests
         return [measured[i] for i in ranked]
 
-    def safer(self, history: History, refused: TrialResult) -> list[TrialResult]:
-        """Those of which the models expect more distance: what fresh runs refused has just been shown to
-        measure better in its one trial than it is."""
-        ranked = self.rank(history)
-        x = encode(history.space, [refused.config, *(r.config for r in ranked)])
-        own, *others = self.surrogates(history).distance(x)
-        return [r for r, distance in zip(ranked, others, strict=True) if distance >= own + MIN_SLACK]
+    def rank(self, history: History) -> list[TrialResult]:
+        """Feasible configs, the best first: by the gain in the objective times the chance to hold every
+        bound, as the models, without the prior, expect both after all measurements, less the price of each
+        change.
+
+        Of ten measurements that scatter the best is the luckiest one, and fresh runs refuse it.
+        """
+        ranked = by_measurement(history)
+        changed = [r for r in ranked if history.space.changes(r.config)]
+        if not changed:
+            return ranked
+        surrogates = self.surrogates(history, plain=True)
+        x = encode(history.space, [history.space.baseline, *(r.config for r in changed)])
+        costs, _ = surrogates.expected(x)
+        worth = (costs[0] - costs[1:]) * np.exp(surrogates.log_feasible(x[1:]))
+        price = LOG_GAIN_PER_CHANGE * np.array([len(history.space.changes(r.config)) for r in changed])
+        order = np.argsort(price - worth, kind="stable")
+        own = [r for r in ranked if r not in changed]
+        better, rest = ([changed[i] for i in order if (worth[i] > 0) == wanted] for wanted in (True, False))
+        return [*better, *own, *rest]
 
     def without_inactive(self, history: History, config: Config) -> Config:
         """One change after the other is left out, where that may cost nothing for all that is known."""

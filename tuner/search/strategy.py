@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import optuna
@@ -24,7 +24,7 @@ from tuner.space.space import Config, Space, Value, config_key
 TIE_SHARE = 0.1
 """Objectives closer than this are a tie for one measurement each: the config with fewer changes wins."""
 MIN_SLACK = 0.05
-"""By how much further from its bounds a config is safer, and how far beyond them one may yet hold them."""
+"""How far beyond its bounds a config may be in one measurement and yet hold them."""
 EXPECTED_GAIN = "gain"
 """Beside the figures that are expected of a suggestion: by what share it should beat the best."""
 
@@ -92,12 +92,6 @@ class Strategy(ABC):
     def rank(self, history: History) -> list[TrialResult]:
         """Feasible configs, the user's own among them, the best first. By default by what each measured."""
         return by_measurement(history)
-
-    def safer(self, history: History, refused: TrialResult) -> list[TrialResult]:
-        """Of :meth:`rank`, those that keep more distance to the bounds than one that fresh runs refused. By
-        default by what each measured.
-        """
-        return [r for r in self.rank(history) if r.slack >= refused.slack + MIN_SLACK]
 
     def without_inactive(self, history: History, config: Config) -> Config:
         """``config`` less the changes that are not expected to do anything. By default nothing is known."""
@@ -221,16 +215,6 @@ def _keeps_distance(result: TrialResult) -> bool:
     """Whether every bound but those of counts is held by a change that counts."""
     distances = {name: -v for name, v in result.violations.items() if name not in (SERVES, *COUNTS)}
     return all(distance >= floor_of(name) for name, distance in distances.items())
-
-
-def best_so_far(
-    results: Sequence[TrialResult], space: Space, objective: Objective
-) -> list[TrialResult | None]:
-    """After each trial the one that :func:`by_measurement` names; None while nothing is feasible."""
-    return [
-        next(iter(by_measurement(History(space, objective, tuple(results[:count])))), None)
-        for count in range(1, len(results) + 1)
-    ]
 
 
 def _cost(result: TrialResult, objective: Objective) -> float:

@@ -250,13 +250,19 @@ class Study:
         """The best feasible config so far, which may be the baseline."""
         return next(iter(self.strategy.rank(self._told)), None)
 
-    def candidates(self, refused: TrialResult | None = None) -> list[TrialResult]:
+    def leaders(self) -> list[TrialResult | None]:
+        """After each trial the one that was best by what was known then; None while nothing is feasible."""
+        told = self._told
+        known = ([r for r in told.results if r.number <= result.number] for result in self.results)
+        return [next(iter(self.strategy.rank(replace(told, results=tuple(k)))), None) for k in known]
+
+    def candidates(self, fresh: Sequence[TrialResult] = ()) -> list[TrialResult]:
         """Feasible configs other than the baseline's, in the order in which to confirm them.
 
-        ``refused``: by fresh runs, so that only those are left that keep more distance to the bounds.
+        ``fresh``: what the confirmation measured so far, as repeats of the candidates and of the baseline.
         """
         told = self._told
-        ranked = self.strategy.rank(told) if refused is None else self.strategy.safer(told, refused)
+        ranked = self.strategy.rank(replace(told, results=(*told.results, *fresh)))
         return [r for r in ranked if self.space.changes(r.config)]
 
     def without_inactive(self, config: Config) -> Config:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from loadgen.compare import Pair, compare
@@ -11,8 +11,9 @@ from loadgen.target import TargetFailed
 from servers.slo.objective import Slo
 from tuner.job.job import Job
 from tuner.runs.load import Traffic, load_seconds
-from tuner.runs.measure import goodput_bounds
+from tuner.runs.measure import Run, goodput_bounds, measure
 from tuner.runs.result import SERVES, TrialResult
+from tuner.search.repeats import judge_repeat
 from tuner.search.study import Study
 from tuner.space.config import Config
 from tuner.space.space import describe_changes
@@ -40,6 +41,8 @@ MIN_DIRECT_PAIRS = 2
 """Least pairs of a config that no trial found to be better: fewer prove nothing."""
 MAX_CONFIRMED = 3
 """Candidates that are confirmed, one after the other, where the budget lasts."""
+CONFIRMATION_SETS = 1_000
+"""The sets of requests of a confirmation are counted from here, those of repeated trials from 1."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,8 @@ class CandidateConfirmation:
     load: Callable[[], Traffic]
     flags: Callable[[Config], Mapping[str, Any]]
     ended: str
+    fresh: list[TrialResult] = field(default_factory=list)
+    """What the pairs so far measured, as repeats."""
 
     def outcome(self) -> Outcome:
         """Raises SetupFailed and KeyboardInterrupt."""
@@ -71,15 +76,19 @@ class CandidateConfirmation:
         if baseline.status == "failed":
             return unconfirmed(first, baseline, study.space, slo, ended)
         observer.phase("confirmation")
-        candidate, outcome = first, self._confirmed(first, baseline, self._first_pairs())
-        for _ in range(MAX_CONFIRMED - 1):
-            pairs = self._pairs(1)
-            if outcome.kind == "better" or not pairs or not (safer := study.candidates(refused=candidate)):
+        outcome, refused = self._confirmed(first, baseline, self._first_pairs()), {first.number}
+        while outcome.kind != "better" and len(refused) < MAX_CONFIRMED:
+            pairs, following = self._pairs(1), self._next(refused)
+            if not pairs or following is None:
                 break
             observer.note(f"{outcome.sentence}. There is time for the next best")
-            candidate = safer[0]
-            outcome = self._confirmed(candidate, baseline, pairs)
+            refused.add(following.number)
+            outcome = self._confirmed(following, baseline, pairs)
         return outcome
+
+    def _next(self, refused: Collection[int]) -> TrialResult | None:
+        """The best candidate but those that were refused, after all that was measured."""
+        return next((c for c in self.study.candidates(self.fresh) if c.number not in refused), None)
 
     def _best_guess_proven(self, baseline: TrialResult) -> Outcome | None:
         """Where no trial is a candidate, for the time afforded none or the machine drifted: pairs of the most
@@ -162,17 +171,18 @@ class CandidateConfirmation:
             f"trial {best.number} against the baseline on {len(seeds)} fresh seeds, in turn: {changes}"
         )
         seconds = {seed: load_seconds(load.confirmation(seed)) for seed in seeds}
-        judged, others = looks(pairs), bool(self.study.candidates(refused=best))
+        judged = looks(pairs)
 
         def settled(done: Sequence[Pair]) -> bool:
             """Asked after every pair. Proof is looked for at the looks alone; what misses a bound, or needs
-            more pairs than there is time for, makes way for a safer candidate."""
+            more pairs than there is time for, makes way for what looks better after these pairs."""
+            self.fresh.extend(self._as_repeats(best, baseline, done[-1], seconds[done[-1].seed]))
             look = len(done) in judged
-            if not look and not (others and len(done) >= MIN_PAIRS):
+            if not look and len(done) < MIN_PAIRS:
                 return False
             known = judge_pairs(done, self.slo, seconds, best.number, baseline.feasible, confidence_of(pairs))
             hardly = known.missed or known.pairs_needed > pairs
-            return (look and known.settled) or (others and hardly)
+            return (look and known.settled) or (hardly and self._outranked(best))
 
         try:
             with self.bench.interrupts.load() as stop:
@@ -196,6 +206,28 @@ class CandidateConfirmation:
             for side, records in (("before", pair.a), ("after", pair.b)):
                 records.save(self.bench.out / record_directory(best.number, side) / f"{pair.seed}.json")
         return assess(comparison, self.slo, seconds, best.number, baseline.feasible, confidence_of(pairs))
+
+    def _as_repeats(
+        self, best: TrialResult, baseline: TrialResult, pair: Pair, seconds: float
+    ) -> list[TrialResult]:
+        """A pair as one more measurement of both configs, on requests that no trial had."""
+        request_set = CONFIRMATION_SETS + len(self.fresh)
+        own, theirs = (
+            replace(
+                told,
+                measurement=measured,
+                violations=measured.violations(self.slo.bounds),
+                request_set=request_set,
+            )
+            for told, records in ((baseline, pair.a), (best, pair.b))
+            for measured in [measure([Run(records, seconds)], self.slo)]
+        )
+        return [own, judge_repeat(theirs, own, self.slo.relative)]
+
+    def _outranked(self, best: TrialResult) -> bool:
+        """Whether another candidate is the best one after all that was measured."""
+        ranked = self.study.candidates(self.fresh)
+        return bool(ranked) and ranked[0].number != best.number
 
     def _confirming(self, done: int, planned: int, what: str) -> None:
         self.bench.observer.budget(self.clock.spent, self.job.budget)

@@ -33,7 +33,6 @@ be held: what is only just held in these runs is missed in every other ones."""
 MOST_PAIRS = 64
 """More are never advised."""
 _MISSED = ": missed"
-_LOADED = "the fresh loads leave a backlog with both configs: offer less, to see them keep up"
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def assess(
     no gain is asked of the objective.
     """
     judged = judge_pairs(comparison.pairs, slo, seconds, trial, baseline_feasible, confidence)
-    return replace(judged, together=comparison.together, notes=(*comparison.notes, *judged.notes))
+    return replace(judged, together=comparison.together, notes=comparison.notes)
 
 
 def judge_pairs(
@@ -143,14 +142,9 @@ def assess_pooled(
         else estimate(name, a, b, confidence)
         for name, (a, b) in values.items()
     }
-    left = _left_by_the_load(slo, baseline, candidate) if baseline_feasible else None
     # In its one trial it may have missed by the draw of the requests alone.
     baseline_feasible |= all(v <= 0 for v in baseline.violations(slo.bounds).values())
-    problems = [
-        _missed(bound, candidate, values[bound.name][1], confidence)
-        for bound in slo.bounds
-        if bound is not left
-    ]
+    problems = [_missed(bound, candidate, values[bound.name][1], confidence) for bound in slo.bounds]
     problems += [_worse(b, changes[b.metric]) for b in slo.relative if applies(changes[b.metric])]
     if baseline_feasible:
         problems.append(_no_gain(slo, changes[slo.objective.name]))
@@ -161,10 +155,10 @@ def assess_pooled(
         missed=any(problem.endswith(_MISSED) for problem in problems),
         pairs=max(len(b) for _, b in values.values()),
         together=True,
-        notes=(_LOADED,) if left else (),
+        notes=(),
         baseline=baseline,
         candidate=candidate,
-        hopeless=_hopeless(slo, changes, candidate, left, baseline_feasible),
+        hopeless=_hopeless(slo, changes, candidate, baseline_feasible),
         pairs_needed=_pairs_needed(slo, changes, values, confidence, baseline_feasible),
     )
 
@@ -183,15 +177,12 @@ def _hopeless(
     slo: Slo,
     changes: Mapping[str, Estimate],
     candidate: Measurement,
-    left: Bound | None,
     baseline_feasible: bool,
 ) -> bool:
     """Whether requests failed, a bound is missed by the whole of its interval, or a gain that counts is
     beyond the better end of its own."""
     failed = any(
-        bound.violation(candidate.value(bound.metric)) > 0
-        for bound in slo.bounds
-        if bound.metric in COUNTS and bound is not left
+        bound.violation(candidate.value(bound.metric)) > 0 for bound in slo.bounds if bound.metric in COUNTS
     )
     missed = any(
         change.has_ratio and bound.on_ratio.violation(change.low if bound.op == "<=" else change.high) > 0
@@ -268,16 +259,6 @@ def words(change: Estimate) -> str:
 def _run_value(summary: Summary, metric: str, cls: str | None) -> float:
     """NaN for a class that the run does not have."""
     return run_value(summary, metric, cls) if cls is None or cls in summary.classes else math.nan
-
-
-def _left_by_the_load(slo: Slo, baseline: Measurement, candidate: Measurement) -> Bound | None:
-    """The bound on the backlog, where these loads, unlike the trials', leave the baseline as much of one:
-    then arrivals are to blame, and not the candidate."""
-    bound = next((bound for bound in slo.bounds if bound.metric == "backlog" and not bound.cls), None)
-    if bound is None:
-        return None
-    own, theirs = (side.value(bound.metric) for side in (baseline, candidate))
-    return bound if bound.violation(own) > 0 and theirs <= own else None
 
 
 def _missed(bound: Bound, candidate: Measurement, values: Sequence[float], confidence: float) -> str:

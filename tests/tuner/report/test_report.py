@@ -135,7 +135,7 @@ def test_every_figure_of_a_measurement_has_its_interval(facts: Any) -> None:
         {"itl_es99": Reading(0.1, 100, 0.08, 0.15), "throughput": Reading(50.0, 100)}, window=20.0
     )
     told = dataclasses.replace(facts.outcome.best, measurement=spread)
-    drawn = plots.history([told], facts.space, facts.slo)
+    drawn = plots.history([told], [told], facts.slo)
     marks = next(trace for trace in drawn.data if trace.name == "feasible")
     assert (marks.y, marks.error_y.array, marks.error_y.arrayminus) == (
         pytest.approx((100.0,)), pytest.approx((50.0,)), pytest.approx((20.0,)),
@@ -149,14 +149,12 @@ def test_every_figure_of_a_measurement_has_its_interval(facts: Any) -> None:
     assert line.error_y.arrayminus == pytest.approx((20.0,))
 
 
-def test_best_so_far_never_gets_worse(facts: Any) -> None:
-    history = plots.history(facts.results, facts.space, facts.slo)
+def test_the_line_of_the_best_so_far_is_what_the_leaders_measured(facts: Any) -> None:
+    history = plots.history(facts.results, facts.leaders, facts.slo)
     line = next(trace for trace in history.data if trace.name == "best so far")
-    known = [value for value in line.y if value == value]
-    assert known == sorted(known, reverse=True)
-    assert min(known) == pytest.approx(
-        1e3 * min(r.value(facts.slo.objective) for r in facts.results if r.feasible)
-    )
+    assert len(facts.leaders) == len(facts.results)
+    assert facts.leaders[-1].number == facts.outcome.best.number
+    assert line.y[-1] == pytest.approx(1e3 * facts.leaders[-1].value(facts.slo.objective))
 
 
 def test_a_knobs_curve_holds_the_trials_that_differ_in_it_alone(facts: Any) -> None:

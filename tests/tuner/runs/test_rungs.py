@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from servers.slo.bounds import Bound
-from servers.slo.objective import NO_BACKLOG, NO_FAILURE, Objective
+from servers.slo.objective import NO_FAILURE, Objective
 from tuner.runs.result import Measurement, Reading
 from tuner.runs.rungs import reason_to_stop
 
@@ -31,10 +31,9 @@ def test_too_few_samples_for_an_interval_prove_nothing() -> None:
     assert reason_to_stop(measured, (Bound("ttft_es95", "<=", 0.5),), ITL, None) == ""
 
 
-def test_a_failed_request_proves_a_miss_and_a_backlog_does_not() -> None:
-    measured = short(failed=(1.0, 50), backlog=(9.0, 50))
+def test_a_failed_request_proves_a_miss() -> None:
+    measured = short(failed=(1.0, 50))
     assert reason_to_stop(measured, (NO_FAILURE,), ITL, None) == "SLO missed: 1 requests failed"
-    assert reason_to_stop(measured, (NO_BACKLOG,), ITL, None) == ""
 
 
 def test_throughput_is_not_judged_early() -> None:

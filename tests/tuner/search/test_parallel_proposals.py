@@ -20,7 +20,7 @@ def distance(study: Any, config: Any, suggestion: Any) -> float:
 
 
 def test_two_proposals_in_a_row_are_not_neighbours_of_the_same_favourite() -> None:
-    alone, apart, study = [], [], make(ModelStrategy(1))
+    alone, apart, study = [], [], make(ModelStrategy(5))
     for more in (5, 0, 1):  # after 5, 6 and 8 trials
         drive(study, more)
         proposal = study.propose()

@@ -198,7 +198,9 @@ def test_the_model_asks_again_what_may_hold_its_bounds_and_would_be_the_best() -
 
 
 def test_the_model_has_nothing_to_ask_where_one_is_best_by_far() -> None:
-    results = history(told(0, 2048, 0.3), told(1, 512, 0.1, ttft=0.9), told(2, 256, 0.25, ttft=0.9))
+    results = history(
+        told(0, 2048, 0.3), *(told(k, n, n / 5120, ttft=0.6) for k, n in enumerate((1024, 512, 256), 1))
+    )
     assert ModelStrategy().close(results) == []
 
 

@@ -13,10 +13,8 @@ from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResul
 from tuner.search.strategies import STRATEGIES
 from tuner.search.strategy import (
     History,
-    RandomStrategy,
     StaircaseStrategy,
     TpeStrategy,
-    best_so_far,
     by_measurement,
     improves,
 )
@@ -113,19 +111,6 @@ def test_the_ranking_by_what_was_measured(results: Any, ranked: list[int]) -> No
     assert [r.number for r in by_measurement(History(SPACE, ITL, tuple(results)))] == ranked
     if all(math.isfinite(r.value(ITL)) for r in results) and len(results) < 3:
         assert [r.number for r in by_measurement(History(SPACE, RATE, tuple(results)))] == ranked
-
-
-def test_the_best_so_far_after_each_trial() -> None:
-    results = [told(0, {}, 1.0, -0.1), told(1, FEWER, 0.9), told(2, FEWEST, 0.3), told(3, BOTH, 0.8)]
-    best = best_so_far(results, SPACE, ITL)
-    assert [r and r.number for r in best] == [None, 1, 2, 2]
-
-
-def test_what_fresh_runs_refused_is_followed_by_what_keeps_more_distance() -> None:
-    refused = told(1, FEWER, 0.3, 0.25)
-    others = told(2, FEWEST, 0.5, 0.5), told(3, BOTH, 0.6, 0.3), told(4, {"max_num_seqs": 64}, 0.4, 0.29)
-    history = History(SPACE, ITL, (refused, *others))
-    assert [r.number for r in RandomStrategy().safer(history, refused)] == [2, 3]
 
 
 def test_one_config_improves_on_another() -> None:

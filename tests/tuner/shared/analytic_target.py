@@ -156,6 +156,5 @@ def measure(config: Mapping[str, Any]) -> Measurement:
         "ttft_es95": ttft(config, 2000) * (1 + max(0, 8 / seqs - 0.5)),
         "throughput": min(75.0, capacity),
         "failed": 0.0,
-        "backlog": 0.0 if capacity >= 75 else 3.0,
     }
     return Measurement({name: Reading(value, 1000) for name, value in values.items()}, window=20.0)

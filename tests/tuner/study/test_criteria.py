@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from servers.slo.bounds import Bound
-from servers.slo.objective import NO_BACKLOG, NO_FAILURE, PRESETS
+from servers.slo.objective import NO_FAILURE, PRESETS
 from tuner.runs.result import BASELINE, Measurement, Reading, TrialResult
 from tuner.study.criteria import Criteria
 
@@ -18,11 +18,10 @@ def measured(ttft: float, throughput: float = 10.0) -> Measurement:
 
 OWN = TrialResult(0, {}, BASELINE, "measured", measurement=measured(1.0), short=measured(2.0))
 BEST = TrialResult(1, {}, "test", "measured", measurement=measured(0.5), short=measured(0.4))
-ABSOLUTE = (NO_FAILURE, NO_BACKLOG)
 
 
 def limits(bounds: tuple[Bound, ...]) -> dict[str, float]:
-    return {bound.name: bound.limit for bound in bounds if bound not in ABSOLUTE}
+    return {bound.name: bound.limit for bound in bounds if bound != NO_FAILURE}
 
 
 def test_bounds_are_relative_to_the_whole_baseline_and_short_ones_to_the_worse_of_both() -> None:
@@ -37,10 +36,14 @@ def test_bounds_are_relative_to_the_whole_baseline_and_short_ones_to_the_worse_o
 
 def test_the_baseline_itself_and_repeats_are_measured_in_full() -> None:
     for criteria in (Criteria.of(SLO, None, None), Criteria.of(SLO, OWN, BEST, repeated=True)):
-        assert (criteria.bounds, criteria.short_bounds, criteria.incumbent) == (ABSOLUTE, (), None)
+        assert (criteria.bounds, criteria.short_bounds, criteria.incumbent) == ((NO_FAILURE,), (), None)
 
 
 @pytest.mark.parametrize("missing", ["measurement", "short"])
 def test_a_baseline_that_was_not_measured_sets_no_relative_bound(missing: str) -> None:
     criteria = Criteria.of(SLO, replace(OWN, **{missing: None}), BEST)
-    assert (criteria.bounds, criteria.short_bounds, criteria.incumbent) == (ABSOLUTE, ABSOLUTE, None)
+    assert (criteria.bounds, criteria.short_bounds, criteria.incumbent) == (
+        (NO_FAILURE,),
+        (NO_FAILURE,),
+        None,
+    )
