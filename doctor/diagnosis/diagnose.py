@@ -81,6 +81,7 @@ def diagnose(
         engines=tuple(view.name for view in examined),
         flags={view.name: view.flags for view in examined},
         notes=(*observation.notes, *objectives.notes, *_remarks(examined)),
+        ranks=any(view.constants["ranks"] > 1 for view in examined),
         fleets=fleets(observation.evaluator, examined),
     )
 

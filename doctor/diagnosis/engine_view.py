@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +19,7 @@ from servers.kind import ServerKind
 from servers.known_flags import Flags
 from servers.logs.log_facts import LogFacts
 from servers.metrics.catalog import never_had
+from servers.metrics.identity import is_rank
 from servers.reading import Missing, Number, Reading
 
 MOSTLY_PREFILL = 0.3
@@ -102,6 +104,8 @@ def engine_views(
     kind = kind or observation.kind
     lacking = never_had(kind, version, evaluator.available)
     names = _names(evaluator.groups, observation.name)
+    ranks = Counter(map(_server_of, evaluator.groups))
+    servers = Counter(server.peers for server in ranks)
     seen = []
     for group in evaluator.groups:
         config = _config_of(group, configs)
@@ -124,7 +128,14 @@ def engine_views(
                 readings,
                 {**queries, **drafts[1]},
                 _infer(flags, readings),
-                {**slo.values, **assume, **observation.facts, **(log.durations if log else {})},
+                {
+                    **slo.values,
+                    **assume,
+                    **observation.facts,
+                    **(log.durations if log else {}),
+                    "ranks": float(ranks[_server_of(group)]),
+                    "servers": float(servers[group.peers]),
+                },
             )
         )
     return seen
@@ -148,6 +159,11 @@ def _against(view: EngineView, old: EngineView) -> dict[str, float]:
     if isinstance(pools[0], Number) and isinstance(pools[1], Number) and pools[1].point > 0:
         facts["pool_change"] = pools[0].point / pools[1].point
     return facts
+
+
+def _server_of(group: Group) -> Group:
+    """What the data-parallel ranks of one server have in common."""
+    return group.without([name for name, _ in group.labels if is_rank(name)])
 
 
 def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[str, str] | None:

@@ -15,12 +15,8 @@ from servers.known_flags import Flag, Flags
 from servers.reading import Missing
 
 SCHEMA = "vtune.doctor/1"
-NOT_JUDGED = (
-    "LoRA",
-    "MoE expert balance",
-    "data parallel ranks against each other",
-    "prefill/decode disaggregation",
-)
+_RANKS = "data parallel ranks against each other"
+_NOT_JUDGED = ("LoRA", "MoE expert balance", _RANKS, "prefill/decode disaggregation")
 
 
 @dataclass(frozen=True)
@@ -98,10 +94,17 @@ class Diagnosis:
     idle: bool
     engines: tuple[str, ...]
     notes: tuple[str, ...]
+    ranks: bool
+    """Whether a server tells of several data-parallel ranks: they are judged against each other then."""
     fleets: tuple[Fleet, ...] = ()
     """The models that several engines serve, each as one."""
     flags: Mapping[str, Flags] = field(default_factory=dict)
     """What each engine was judged by."""
+
+    @property
+    def not_judged(self) -> list[str]:
+        """What no rule looks at."""
+        return [what for what in _NOT_JUDGED if what != _RANKS or not self.ranks]
 
     def worst(self) -> Severity | None:
         """The highest severity among findings that nothing else explains."""
@@ -140,7 +143,7 @@ class Diagnosis:
             "fleets": [_fleet_json(fleet) for fleet in self.fleets],
             "healthy": self.healthy,
             "idle": self.idle,
-            "not_judged": list(NOT_JUDGED),
+            "not_judged": self.not_judged,
             "notes": list(self.notes),
         }
 

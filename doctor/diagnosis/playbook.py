@@ -39,6 +39,7 @@ ASSUMPTIONS: Mapping[str, str] = {
 _LOG = "needs the server's log (--log FILE)"
 _BASELINE = "needs a baseline recording (--baseline FILE)"
 _BENCH = "needs a benchmark's result (--bench FILE)"
+_LABELS = "needs the labels of its series"
 TOLD: Mapping[str, str] = {
     "startup_seconds": _LOG,
     "compile_seconds": _LOG,
@@ -49,9 +50,12 @@ TOLD: Mapping[str, str] = {
     "bench_failed": _BENCH,
     "bench_seconds": _BENCH,
     "bench_rate_share": _BENCH,
+    "ranks": _LABELS,
+    "servers": _LABELS,
 }
-"""What neither metrics nor flags hold, by name, with who says. Beside them, ``baseline_X`` is the signal or
-flag X of an earlier recording."""
+"""What neither signals nor flags hold, by name, with who says. ``ranks``: how many data-parallel ranks the
+server has; ``servers``: how many servers share its load. Beside them, ``baseline_X`` is the signal or flag
+X of an earlier recording."""
 
 
 def told_by(name: str) -> str | None:

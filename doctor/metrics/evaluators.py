@@ -113,6 +113,7 @@ class Evaluator(ABC):
 
     def __init__(self, promql: PromQL) -> None:
         self.promql = promql
+        self._owned: dict[str, frozenset[Group]] = {}
 
     @property
     @abstractmethod
@@ -210,8 +211,11 @@ class Evaluator(ABC):
 
     def _owners(self, key: str) -> frozenset[Group]:
         """The engines that expose a metric, or whose server does."""
-        carriers, within = self._carriers(key), self.promql.identity.within
-        return carriers.union(group for group in self.groups if group.without(within) in carriers)
+        if key not in self._owned:
+            carriers, within = self._carriers(key), self.promql.identity.within
+            of_servers = (group for group in self.groups if within and group.without(within) in carriers)
+            self._owned[key] = carriers.union(of_servers)
+        return self._owned[key]
 
     @abstractmethod
     def _carriers(self, key: str) -> frozenset[Group]:
@@ -230,9 +234,9 @@ class Span:
 class ScrapeEvaluator(Evaluator):
     """Computes signals from recorded scrapes, with Prometheus's semantics."""
 
-    def __init__(self, recording: Recording, span: Span, promql: PromQL) -> None:
-        series = {name: _cut(columns, span) for name, columns in recording.series.items()}
-        self._series = {name: columns for name, columns in series.items() if columns}
+    def __init__(self, series: Mapping[str, Sequence[Series]], span: Span, promql: PromQL) -> None:
+        """``series``: by sample name, none of them with samples outside of ``span``."""
+        self._series = series
         self._span = span
         self._instants: dict[str, dict[Group, Values]] = {}
         self._found: dict[tuple[str, str], list[Column]] = {}
@@ -246,13 +250,12 @@ class ScrapeEvaluator(Evaluator):
     def over(cls, recording: Recording, span: Span, slo: Mapping[str, float]) -> ScrapeEvaluator:
         """``slo``: as of :class:`PromQL`."""
         promql = PromQL(span.end - span.start, span.step, slo=slo)
-        seen = cls(recording, span, promql)
+        seen = cls(_cut(recording.series, span), span, promql)
         return seen._as(identity=identity_of({key: seen._labels(key) for key in METRICS}))
 
-    def _as(self, span: Span | None = None, **changes: Any) -> ScrapeEvaluator:
+    def _as(self, **changes: Any) -> ScrapeEvaluator:
         """The same series, read otherwise."""
-        recording = Recording(self._series, np.array([], dtype=np.int64), ())
-        return ScrapeEvaluator(recording, span or self._span, replace(self.promql, **changes))
+        return ScrapeEvaluator(self._series, self._span, replace(self.promql, **changes))
 
     def of_fleet(self) -> ScrapeEvaluator:
         return self._as(by=PEERS)
@@ -320,7 +323,8 @@ class ScrapeEvaluator(Evaluator):
     def _half(self, first: bool) -> ScrapeEvaluator:
         middle = (self._span.start + self._span.end) // 2
         bounds = (self._span.start, middle) if first else (middle, self._span.end)
-        return self._as(Span(*bounds, self._span.step))
+        span = Span(*bounds, self._span.step)
+        return ScrapeEvaluator(_cut(self._series, span), span, self.promql)
 
     def _on_host(self, key: str, how: str) -> Numbers:
         seen: dict[str, list[float]] = {}
@@ -461,13 +465,15 @@ class ScrapeEvaluator(Evaluator):
         return held
 
 
-def _cut(columns: Sequence[Series], span: Span) -> list[Series]:
+def _cut(series: Mapping[str, Sequence[Series]], span: Span) -> dict[str, list[Series]]:
     """The samples inside the window, as a range selector picks them."""
-    cut = []
-    for series in columns:
-        inside = (series.times >= span.start) & (series.times <= span.end)
-        if inside.any():
-            cut.append(Series(series.labels, series.times[inside], series.values[inside]))
+    cut: dict[str, list[Series]] = {}
+    for name, columns in series.items():
+        for column in columns:
+            inside = (column.times >= span.start) & (column.times <= span.end)
+            if inside.any():
+                own = Series(column.labels, column.times[inside], column.values[inside])
+                cut.setdefault(name, []).append(own)
     return cut
 
 

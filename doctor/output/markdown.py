@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from doctor.diagnosis.finding import NOT_JUDGED, Diagnosis, Finding
+from doctor.diagnosis.finding import Diagnosis, Finding
 from doctor.diagnosis.quantity import quantity
 from doctor.output.report import (
     cannot_tell_lines,
@@ -34,7 +34,7 @@ def as_markdown(diagnosis: Diagnosis, *, queries: bool = True) -> str:
         fleets=[fleet_lines([fleet]) for fleet in diagnosis.fleets],
         findings=[_finding(alike) for alike in grouped(diagnosis.findings)],
         cannot_tell=cannot_tell_lines(diagnosis.cannot_tell),
-        not_judged=NOT_JUDGED,
+        not_judged=diagnosis.not_judged,
         queries=queries,
     )
 

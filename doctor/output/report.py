@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from doctor.diagnosis.cost import total
-from doctor.diagnosis.finding import NOT_JUDGED, CannotTell, Diagnosis, Evidence, Finding, Prescription
+from doctor.diagnosis.finding import CannotTell, Diagnosis, Evidence, Finding, Prescription
 from doctor.diagnosis.fleet import Fleet
 from doctor.diagnosis.quantity import quantity
 from loadgen.measure.rounding import significant
@@ -33,7 +33,7 @@ def as_text(diagnosis: Diagnosis, *, queries: bool = True) -> str:
     if missing := cannot_tell_lines(diagnosis.cannot_tell):
         lines += ["Cannot tell:", *(f"  {line}" for line in missing), ""]
     lines += [f"note: {note}" for note in diagnosis.notes]
-    lines.append(f"Not judged: {', '.join(NOT_JUDGED)}.")
+    lines.append(f"Not judged: {', '.join(diagnosis.not_judged)}.")
     return "\n".join(map(printable, lines)) + "\n"
 
 

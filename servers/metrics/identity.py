@@ -34,8 +34,9 @@ PLACE = ("cluster", "namespace", "job", "pod")
 """Labels by which a scrape configuration says where an engine runs, for people."""
 
 _OF_VALUES = frozenset({"le", "quantile", "__name__"})
-_APART = re.compile(r"(?:.*_)?(?:dp|data_parallel|engine|replica|worker)_(?:rank|index|id)|engine|model_name")
-"""Own labels of a server that tell engines apart: data-parallel ranks have a scheduler and a pool each."""
+_RANK = re.compile(r"(?:.*_)?(?:dp|data_parallel|engine|replica)_rank|engine")
+"""Own labels of a server by which it tells its engines apart: a data-parallel rank has a scheduler and a pool
+of its own."""
 _COPY = re.compile(r"(?:.*_)?rank|pid|(?:.*prometheus|receive|thanos|rule|_)_replica_*")
 """Ranks of tensor, pipeline, expert and context parallelism run in step under one scheduler. SGLang's do so
 under ``--enable-metrics-for-all-schedulers``. ``pid``: prometheus-client's, of a server of several
@@ -113,7 +114,7 @@ def stated_parts(key: str) -> tuple[str, ...]:
         for _, _, metric in known.metrics[name]
         for label in metric.labels
     }
-    return tuple(sorted(name for name in found if not _APART.fullmatch(name) and not _COPY.fullmatch(name)))
+    return tuple(sorted(name for name in found - {"model_name"} if not is_rank(name) and not _copy(name)))
 
 
 def identity_of(seen: Mapping[str, Sequence[Labels]]) -> Identity:
@@ -139,13 +140,18 @@ def identity_of(seen: Mapping[str, Sequence[Labels]]) -> Identity:
     )
 
 
+def is_rank(label: str) -> bool:
+    """Whether a label tells the data-parallel ranks of one server apart."""
+    return _RANK.fullmatch(label) is not None
+
+
 def roles_of_total(series: Sequence[Labels]) -> Roles:
     """Of one metric, where all engines are added up: nothing tells them apart."""
     return _roles(series, {name for labels in series for name, value in labels.items() if value}, ())
 
 
 def _copy(label: str) -> bool:
-    return _COPY.fullmatch(label) is not None and _APART.fullmatch(label) is None
+    return _COPY.fullmatch(label) is not None and not is_rank(label)
 
 
 def _roles(series: Sequence[Labels], names: Collection[str], apart: Collection[str]) -> Roles:

@@ -74,7 +74,8 @@ class PageReader:
 
     def __init__(self, keys: Collection[str] | None = None) -> None:
         self._names = catalog.sample_names(None if keys is None else frozenset(keys))
-        self._wanted: dict[str, bool] = {}
+        self._spelled: set[str] = set()
+        self._others: set[str] = set()
         self._known: dict[str, SeriesKey] = {}
 
     def read(self, text: str) -> Page:
@@ -82,15 +83,16 @@ class PageReader:
         values count as absent. Of a duplicated series the last sample counts.
         """
         samples: dict[SeriesKey, float] = {}
-        wanted, known, begins, bad = self._wanted, self._known, _LINE_NAME.match, 0
+        wanted, others, known, begins, bad = self._spelled, self._others, self._known, _LINE_NAME.match, 0
         for line in text.replace("\r\n", "\n").split("\n")[:-1]:
             match = begins(line)
             if match is None:
                 continue
-            if (read := wanted.get(match[0])) is None:
-                read = wanted[match[0]] = catalog.plain(match[0]) in self._names
-            if not read:
-                continue
+            if (name := match[0]) not in wanted:
+                if name in others or catalog.plain(name) not in self._names:
+                    others.add(name)
+                    continue
+                wanted.add(name)
             at = line.rfind("}") + 1 or match.end()
             try:
                 key = known.get(line[:at]) or known.setdefault(line[:at], _series_key(line))

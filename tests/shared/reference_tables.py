@@ -25,7 +25,7 @@ def other_names() -> str:
         "flags of the server": FLAG_NAMES,
         "limits, from `--slo` or their defaults": SLO_NAMES,
         "what the user states with `--assume`": ASSUMPTIONS,
-        "what a log, a baseline or a benchmark says": TOLD,
+        "what a log, a baseline, a benchmark or labels say": TOLD,
     }
     listed = "".join(
         f"| {kind} | {', '.join(f'`{name}`' for name in sorted(names))} |\n" for kind, names in rows.items()

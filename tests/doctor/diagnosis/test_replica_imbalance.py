@@ -66,6 +66,27 @@ def test_the_starved_one_of_three_is_named_with_what_the_others_get() -> None:
     assert second.text.startswith("see that the router knows this instance")
 
 
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_no_router_is_blamed_for_the_ranks_of_one_server(hosts: int) -> None:
+    """Two data-parallel ranks on each host: the first has nearly everything."""
+    ranks = [
+        Server(
+            running=30 if host + rank == 0 else 2,
+            labels={"engine": str(rank), "model_name": "m", "instance": f"h{host}:1"},
+        ).scrapes()
+        for host in range(hosts)
+        for rank in range(2)
+    ]
+    pages = [(parts[0][0], "".join(text for _, text in parts)) for parts in zip(*ranks, strict=True)]
+    found = diagnose(Scrapes(pages), {})
+    (busiest,) = [finding for finding in found.findings if finding.title == MORE]
+    assert busiest.labels == {"engine": "0", "model_name": "m", "instance": "h0:1"}
+    advice = [step.text for step in busiest.prescriptions]
+    assert [text.startswith("check the router") for text in advice] == [True, False][2 - hosts :]
+    assert "--data-parallel-external-lb" in advice[-1]
+    assert "data parallel ranks" not in as_text(found).splitlines()[-1]
+
+
 def test_one_that_the_router_never_sends_anything_is_named() -> None:
     assert named([*BUSY, Replica("c:1", 0, 0)]) == [("c:1", FEWER)]
 
