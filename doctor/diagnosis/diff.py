@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from doctor.diagnosis.diagnose import diagnose
-from doctor.diagnosis.engine_view import EngineView, engine_views
+from doctor.diagnosis.engine_view import EngineView, counterpart, engine_views
 from doctor.diagnosis.expectation import ExpectationKind, parse_expectation
 from doctor.diagnosis.finding import Diagnosis
 from doctor.diagnosis.judged_objectives import JudgedObjectives
 from doctor.diagnosis.quantity import quantity
-from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Observation, Source
 from loadgen.measure.rounding import significant
@@ -196,12 +195,16 @@ def _pairs(
     """Engines of both windows; where each has just one, they are compared whatever they are called."""
     if len(old) == len(new) == 1:
         return [("", old[0], new[0])]
-    before: dict[Group, EngineView] = {view.group: view for view in old}
-    after = {view.group: view for view in new}
-    return [
-        ((after.get(group) or before[group]).name, before.get(group), after.get(group))
-        for group in sorted(before.keys() | after.keys())
-    ]
+    stayed = [(view, counterpart(view, old)) for view in new]
+    kept = [before.group for _, before in stayed if before is not None]
+    gone = [view for view in old if view.group not in kept]
+    return sorted(
+        [
+            *((after.name, before, after) for after, before in stayed),
+            *((before.name, before, None) for before in gone),
+        ],
+        key=lambda pair: pair[0],
+    )
 
 
 def _facts(engine: str, old: EngineView, new: EngineView) -> list[Change]:

@@ -142,14 +142,29 @@ def engine_views(
 
 
 def with_baseline(examined: Sequence[EngineView], baseline: Sequence[EngineView]) -> list[EngineView]:
-    """Each engine beside itself in an earlier recording: the same labels, or the only one there was."""
-    before = {view.group: view for view in baseline}
+    """Each engine beside itself in an earlier recording, or the only one there was."""
     compared = []
     for view in examined:
-        old = before.get(view.group) or (baseline[0] if len(baseline) == 1 else None)
+        old = counterpart(view, baseline) or (baseline[0] if len(baseline) == 1 else None)
         facts = {} if old is None else _against(view, old)
         compared.append(replace(view, baseline=old, constants={**view.constants, **facts}))
     return compared
+
+
+def counterpart(view: EngineView, others: Sequence[EngineView]) -> EngineView | None:
+    """The same engine in another recording: all labels are the same, or those that a server has whoever
+    scrapes it, and these are no other engine's."""
+    for labels_of in (lambda group: group, _named):
+        found = [other for other in others if labels_of(other.group) == labels_of(view.group)]
+        if len(found) == 1:
+            return found[0]
+    return None
+
+
+def _named(group: Group) -> Group:
+    return group.only(
+        [name for name, _ in group.labels if name in ("instance", "model_name") or is_rank(name)]
+    )
 
 
 def _against(view: EngineView, old: EngineView) -> dict[str, float]:

@@ -42,7 +42,7 @@ from servers.kinds import find_family
 from servers.metrics import catalog, range_functions
 from servers.metrics.catalog import METRICS
 from servers.metrics.exposition import Recording, Series
-from servers.metrics.identity import PEERS, identity_of
+from servers.metrics.identity import PEERS, Sample, identity_of
 from servers.metrics.range_functions import Times, Values
 from servers.reading import Missing, Number, Reading
 
@@ -251,7 +251,7 @@ class ScrapeEvaluator(Evaluator):
         """``slo``: as of :class:`PromQL`."""
         promql = PromQL(span.end - span.start, span.step, slo=slo)
         seen = cls(_cut(recording.series, span), span, promql)
-        return seen._as(identity=identity_of({key: seen._labels(key) for key in METRICS}))
+        return seen._as(identity=identity_of({key: seen._samples(key) for key in METRICS}))
 
     def _as(self, **changes: Any) -> ScrapeEvaluator:
         """The same series, read otherwise."""
@@ -265,7 +265,7 @@ class ScrapeEvaluator(Evaluator):
         return self._as(identity=self.promql.identity.of_servers())
 
     def cache_config(self) -> list[Mapping[str, str]]:
-        return self._labels("cache_config")
+        return [labels for labels, _ in self._samples("cache_config")]
 
     def numbers(self, node: Node) -> Numbers:
         identity = self.promql.identity
@@ -341,8 +341,9 @@ class ScrapeEvaluator(Evaluator):
     def _carriers(self, key: str) -> frozenset[Group]:
         return frozenset(group for group, _, _ in self._columns(key, COUNTS[METRICS[key].kind]))
 
-    def _labels(self, key: str) -> list[Mapping[str, str]]:
-        return [series.labels for _, _, series in self._columns(key, COUNTS[METRICS[key].kind])]
+    def _samples(self, key: str) -> list[Sample]:
+        columns = self._columns(key, COUNTS[METRICS[key].kind])
+        return [(series.labels, float(series.values[-1])) for _, _, series in columns]
 
     def _columns(self, key: str, suffix: str) -> list[Column]:
         """A metric's series; of two names for one series, the newer (PromQL's ``or``)."""

@@ -11,7 +11,7 @@ from doctor.metrics.evaluators import COUNTS, Evaluator, Group, Numbers
 from doctor.metrics.promql import PromQL, promql_duration
 from doctor.metrics.signals import Node, Quantile, Signal, metrics_of
 from servers.metrics import catalog
-from servers.metrics.identity import PEERS, identity_of
+from servers.metrics.identity import PEERS, Sample, identity_of
 from servers.reading import Number, Reading
 
 Element = Mapping[str, Any]
@@ -26,10 +26,10 @@ LONGEST_QUERY = 12_000
 
 @dataclass(frozen=True)
 class Seen:
-    """``names``: as of :attr:`Evaluator.available`; ``labels``: of every series, by key of the catalogue."""
+    """``names``: as of :attr:`Evaluator.available`; ``samples``: by key of the catalogue."""
 
     names: Mapping[str, Sequence[str]]
-    labels: Mapping[str, Sequence[Mapping[str, str]]]
+    samples: Mapping[str, Sequence[Sample]]
 
 
 class PrometheusEvaluator(Evaluator):
@@ -42,21 +42,23 @@ class PrometheusEvaluator(Evaluator):
         self._bound_cache: dict[str, dict[Group, list[float]]] = {}
         if seen is None:
             seen = self._what_there_is(promql)
-            promql = replace(promql, identity=identity_of(seen.labels))
+            promql = replace(promql, identity=identity_of(seen.samples))
         self._seen = seen
         super().__init__(replace(promql, available=seen.names))
 
     def _what_there_is(self, promql: PromQL) -> Seen:
         """Every series of a server, but for buckets and sums: these come with a count, and are many."""
-        labels: dict[str, list[Mapping[str, str]]] = {}
-        for element in self._ask(promql.present(catalog.PREFIXES)):
-            labels.setdefault(str(element["metric"].get("__name__", "")), []).append(element["metric"])
+        samples: dict[str, list[Sample]] = {}
         wanted = catalog.sample_names()
-        labels = {name: series for name, series in labels.items() if catalog.plain(name) in wanted}
-        histograms = [name.removesuffix("_count") for name in labels if name.endswith("_count")]
+        for element in self._ask(promql.present(catalog.PREFIXES)):
+            name = str(element["metric"].get("__name__", ""))
+            if catalog.plain(name) in wanted:
+                own = (element["metric"], float(element["value"][1]))
+                samples.setdefault(name, []).append(own)
+        histograms = [name.removesuffix("_count") for name in samples if name.endswith("_count")]
         implied = [name + suffix for name in histograms for suffix in ("_bucket", "_sum")]
-        exporters = self._exporters(promql) if labels else []
-        names = catalog.spellings([*labels, *implied, *exporters])
+        exporters = self._exporters(promql) if samples else []
+        names = catalog.spellings([*samples, *implied, *exporters])
         return Seen(
             names,
             {
@@ -64,7 +66,7 @@ class PrometheusEvaluator(Evaluator):
                     own
                     for name in metric.names
                     for spelled in names.get(name + COUNTS[metric.kind], ())
-                    for own in labels.get(spelled, ())
+                    for own in samples.get(spelled, ())
                 ]
                 for key, metric in catalog.METRICS.items()
             },
@@ -129,7 +131,7 @@ class PrometheusEvaluator(Evaluator):
 
     def _carriers(self, key: str) -> frozenset[Group]:
         roles, by = self.promql.identity.of(key), self.promql.by
-        groups = (Group(roles.engine(labels)) for labels in self._seen.labels[key])
+        groups = (Group(roles.engine(labels)) for labels, _ in self._seen.samples[key] if roles.count(labels))
         return frozenset(groups if by is None else (group.only(by) for group in groups))
 
     def _bounds(self, key: str) -> dict[Group, list[float]]:

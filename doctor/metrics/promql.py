@@ -234,7 +234,8 @@ class PromQL:
         return f"[{promql_duration(self.window_ms)}:{promql_duration(self.step_ms)}]"
 
     def _whole(self, key: str) -> list[str]:
-        return [f'{name}="{value}"' for name, value in self.identity.of(key).whole]
+        wholes = self.identity.of(key).wholes
+        return [f'{name}{"=" if alone else "!="}"{value}"' for name, value, alone in wholes]
 
     def _where(self, *matchers: str) -> str:
         inside = ",".join(part for part in (self.selector, *matchers) if part)

@@ -15,7 +15,7 @@ have beside those tells parts.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
@@ -24,11 +24,13 @@ from servers.kinds import KINDS
 from servers.metrics.catalog import ELSEWHERE, METRICS, bare
 
 Labels = Mapping[str, str]
+Sample = tuple[Labels, float]
+"""The labels of a series and its last value; of a histogram those of its counts."""
 
 POOLS = ("kv_usage", "running", "waiting")
 """Gauges of one scheduler and its KV pool: the first that there is tells engines apart by its labels."""
-PEERS = ("cluster", "namespace", "model_name")
-"""Engines that agree in these share their load."""
+PEERS = ("cluster", "namespace", "model_name", "engine_type")
+"""Engines that agree in these share their load. SGLang's ``engine_type``: ``prefill``, ``decode`` or both."""
 
 PLACE = ("cluster", "namespace", "job", "pod")
 """Labels by which a scrape configuration says where an engine runs, for people."""
@@ -44,22 +46,26 @@ processes."""
 _PARTS = frozenset({"priority"})
 """Parts that the releases' source makes at run time (``sglang.srt.metrics``)."""
 _WHOLES = ("", "all", "total")
-"""Values of a part's label under which the whole is exposed beside its parts."""
+"""Values of a label under which a whole stands beside its parts. What lacks the label is a part as well,
+such as the requests without an adapter, unless it is the sum of the others."""
+_SAME = 0.01
+"""Share by which a sum may be off: a page is written while requests come and go."""
 
 
 @dataclass(frozen=True)
 class Roles:
     """Of one metric's labels those that tell no engines apart.
 
-    ``whole``: label and value of the series that count, where a whole stands beside its parts.
+    ``wholes``: where a whole stands beside its parts, or beside the engines, a label, its value for the
+    whole, and whether the whole counts or the others do.
     """
 
     parts: tuple[str, ...] = ()
     copies: tuple[str, ...] = ()
-    whole: tuple[tuple[str, str], ...] = ()
+    wholes: tuple[tuple[str, str, bool], ...] = ()
 
     def count(self, labels: Labels) -> bool:
-        return all(labels.get(name, "") == value for name, value in self.whole)
+        return all((labels.get(name, "") == value) is alone for name, value, alone in self.wholes)
 
     def once(self, labels: Labels) -> tuple[tuple[str, str], ...]:
         """What copies of one series agree in."""
@@ -117,22 +123,28 @@ def stated_parts(key: str) -> tuple[str, ...]:
     return tuple(sorted(name for name in found - {"model_name"} if not is_rank(name) and not _copy(name)))
 
 
-def identity_of(seen: Mapping[str, Sequence[Labels]]) -> Identity:
-    """``seen``: by key of the catalogue the labels of each series; of a histogram those of its counts."""
+def identity_of(seen: Mapping[str, Sequence[Sample]]) -> Identity:
+    """``seen``: by key of the catalogue."""
     carried = {
-        key: {name for labels in series for name, value in labels.items() if value} - _OF_VALUES
-        for key, series in seen.items()
-        if series and key not in ELSEWHERE and METRICS[key].kind != "info"
+        key: _names(samples) - _OF_VALUES
+        for key, samples in seen.items()
+        if samples and key not in ELSEWHERE and METRICS[key].kind != "info"
     }
     if not carried:
         return Identity()
     pool = next((key for key in POOLS if key in carried), next(iter(carried)))
     apart = {name for name in carried[pool] if not _copy(name)} - {*stated_parts(pool), *_PARTS}
     inner = {name for name in apart if any(name not in names for names in carried.values())}
-    within = {name for name in inner if len({labels.get(name, "") for labels in seen[pool]} - {""}) > 1}
+    within = {name for name in inner if len({labels.get(name, "") for labels, _ in seen[pool]} - {""}) > 1}
     apart -= inner - within
+    bare = {
+        name
+        for key, names in carried.items()
+        for name in names - apart - _PARTS
+        if not _copy(name) and not _summed(seen[key], name, names)
+    }
     return Identity(
-        {key: _roles(seen[key], names, apart) for key, names in carried.items()},
+        {key: _roles(seen[key], names, apart, bare) for key, names in carried.items()},
         pool,
         tuple(sorted(apart)),
         tuple(sorted(within)),
@@ -145,30 +157,55 @@ def is_rank(label: str) -> bool:
     return _RANK.fullmatch(label) is not None
 
 
-def roles_of_total(series: Sequence[Labels]) -> Roles:
+def roles_of_total(samples: Sequence[Sample]) -> Roles:
     """Of one metric, where all engines are added up: nothing tells them apart."""
-    return _roles(series, {name for labels in series for name, value in labels.items() if value}, ())
+    names = _names(samples) - _OF_VALUES
+    bare = {name for name in names - _PARTS if not _summed(samples, name, names)}
+    return _roles(samples, names, (), bare)
+
+
+def _names(samples: Sequence[Sample]) -> set[str]:
+    return {name for labels, _ in samples for name, value in labels.items() if value}
 
 
 def _copy(label: str) -> bool:
     return _COPY.fullmatch(label) is not None and not is_rank(label)
 
 
-def _roles(series: Sequence[Labels], names: Collection[str], apart: Collection[str]) -> Roles:
+def _roles(
+    samples: Sequence[Sample], names: Collection[str], apart: Collection[str], bare: Collection[str]
+) -> Roles:
+    """``bare``: labels that a part lacks, such as the requests without an adapter."""
     copies = tuple(sorted(filter(_copy, names)))
     parts = tuple(sorted(name for name in names if name not in apart and name not in copies))
-    return Roles(parts, copies, tuple(_wholes(series, parts, copies)))
-
-
-def _wholes(
-    series: Sequence[Labels], parts: Sequence[str], copies: Sequence[str]
-) -> Iterable[tuple[str, str]]:
-    for part in parts:
-        beside: dict[tuple[tuple[str, str], ...], set[str]] = {}
-        own = Roles((part,), tuple(copies))
-        for labels in series:
-            beside.setdefault(own.engine(labels), set()).add(labels.get(part, ""))
-        for value in _WHOLES:
-            if any(value in values and len(values) > 1 for values in beside.values()):
-                yield part, value
+    wholes = []
+    for name in (*parts, *sorted(apart)):
+        beside = _beside(samples, name, copies)
+        for value in _WHOLES[1:] if name in bare else _WHOLES:
+            if any(value in own for own in beside):
+                wholes.append((name, value, name in parts))
                 break
+    return Roles(parts, copies, tuple(wholes))
+
+
+def _summed(samples: Sequence[Sample], label: str, names: Collection[str]) -> bool:
+    """Whether what lacks a label is the sum of what has it, wherever both are."""
+    for own in _beside(samples, label, tuple(filter(_copy, names))):
+        if "" in own:
+            parts = sum(value for name, value in own.items() if name)
+            if abs(own[""] - parts) > _SAME * parts:
+                return False
+    return True
+
+
+def _beside(samples: Sequence[Sample], label: str, copies: tuple[str, ...]) -> list[dict[str, float]]:
+    """Values by what ``label`` says, of series that agree in all else; where one of them may be a whole."""
+    if {labels.get(label, "") for labels, _ in samples}.isdisjoint(_WHOLES):
+        return []
+    found: dict[tuple[tuple[str, str], ...], dict[str, float]] = {}
+    rest = Roles((label,), copies)
+    for labels, value in samples:
+        own = found.setdefault(rest.engine(labels), {})
+        name = labels.get(label, "")
+        own[name] = max(value, own.get(name, value))
+    return [own for own in found.values() if len(own) > 1]

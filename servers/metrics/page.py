@@ -35,7 +35,7 @@ class Page:
         combine = max if metric.combine == "max" else sum
         for name in metric.names:
             series = self._series.get(name, ())
-            roles = roles_of_total([labels for labels, _ in series])
+            roles = roles_of_total(series)
             own: dict[object, float] = {}
             for labels, value in series:
                 if 0 <= value <= MOST and roles.count(labels):

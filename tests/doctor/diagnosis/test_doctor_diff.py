@@ -132,3 +132,24 @@ def test_two_windows_of_one_recording(tmp_path: Path) -> None:
 def test_wrong_use_of_diff_is_said_in_words(arguments: list[str], complaint: str) -> None:
     result = run(*arguments)
     assert (result.exit_code, complaint in result.stderr) == (2, True)
+
+
+def test_an_engine_is_found_again_where_another_scrapes_it() -> None:
+    """Job and pod are others than before; what the server says of itself is the same."""
+
+    def fleet(waiting: float, **labels: str) -> DiffSide:
+        servers = [
+            replace(BASE, waiting=waiting * rank, labels={**BASE.labels, "engine": str(rank), **labels})
+            for rank in range(2)
+        ]
+        pages = [
+            (parts[0][0], "".join(text for _, text in parts))
+            for parts in zip(*(server.scrapes() for server in servers), strict=True)
+        ]
+        return DiffSide(Scrapes(pages, "fleet"), {})
+
+    earlier, later = fleet(0, job="a", pod="x"), fleet(30, job="b", pod="y")
+    found = difference(earlier, later, judged_objectives(None))
+    told = [(change.name, change.engine) for change in found.changes]
+    assert ("waiting_mean", "fleet engine 1") in told
+    assert not [name for name, engine in told if engine == "fleet engine 0"]

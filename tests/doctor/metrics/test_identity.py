@@ -84,6 +84,48 @@ CASES: Mapping[str, Case] = {
         [(M, 10)],
         {engine(model_name="m"): (9, 3, REQUESTS)},
     ),
+    "an aggregate without the label of its parts": Case(
+        [
+            *(
+                Gauges({**M, "lora": lora}, *own)
+                for lora, own in {"": (9, 3), "a": (4, 3), "b": (5, 0)}.items()
+            ),
+            Gauges(M, kv=0.4),
+        ],
+        [(M, 10), ({**M, "lora": "a"}, 4), ({**M, "lora": "b"}, 6)],
+        {engine(model_name="m"): (9, 3, REQUESTS)},
+    ),
+    "requests without an adapter beside those with one": Case(
+        [
+            *(Gauges({**M, "lora": lora}, *own) for lora, own in {"": (9, 3), "a": (4, 3)}.items()),
+            Gauges(M, kv=0.4),
+        ],
+        [(M, 10), ({**M, "lora": "a"}, 4)],
+        {engine(model_name="m"): (13, 6, 1.4 * REQUESTS)},
+    ),
+    "an aggregate beside the ranks": Case(
+        [
+            Gauges({**M, "dp_rank": "0"}, 4, 3, 0.4),
+            Gauges({**M, "dp_rank": "1"}, 6, 0, 0.6),
+            Gauges(M, 10, 3, 0.5),
+        ],
+        [({**M, "dp_rank": "0"}, 4), ({**M, "dp_rank": "1"}, 6), (M, 10)],
+        {
+            engine(model_name="m", dp_rank="0"): (4, 3, 0.4 * REQUESTS),
+            engine(model_name="m", dp_rank="1"): (6, 0, 0.6 * REQUESTS),
+        },
+    ),
+    "prefill and decode behind a gateway": Case(
+        [
+            Gauges({**M, "engine_type": kind, "worker_addr": f"{kind}:1"}, running, 0, 0.4)
+            for kind, running in (("prefill", 2), ("decode", 30))
+        ],
+        [({**M, "worker_addr": "prefill:1"}, 10), ({**M, "worker_addr": "decode:1"}, 10)],
+        {
+            engine(model_name="m", engine_type="prefill", worker_addr="prefill:1"): (2, 0, REQUESTS),
+            engine(model_name="m", engine_type="decode", worker_addr="decode:1"): (30, 0, REQUESTS),
+        },
+    ),
     "parts without an aggregate": Case(
         [
             Gauges({**M, "lora": "a"}, 4, 1),
@@ -257,6 +299,11 @@ def test_ranks_and_workers_are_held_against_each_other() -> None:
         assert unequal["One instance carries far more load than its peers"] == dict(busiest)
         assert found.to_json()["findings"][0]["labels"]
         assert len(found.engines) == 2
+
+
+def test_prefill_and_decode_are_no_peers() -> None:
+    found = diagnose(Scrapes(scrapes(CASES["prefill and decode behind a gateway"]), "page"), {})
+    assert "replica-imbalance" not in {finding.id for finding in found.findings}
 
 
 def test_engines_of_other_namespaces_are_no_peers() -> None:
