@@ -32,7 +32,7 @@ class Replay(Recorded):
         Path | None,
         _option(
             "Tune on recorded traffic in place of a workload: a file of `vtune bench record`, of "
-            "Azure's, Mooncake's or BurstGPT's kind, or any table with --trace-columns. Each trial is a "
+            "Azure's, Mooncake's, Bailian's or BurstGPT's kind, or any with --trace-columns. Each trial is a "
             "window of it; the confirmation has others."
         ),
     ] = None

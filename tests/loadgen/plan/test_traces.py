@@ -87,7 +87,80 @@ def test_burstgpt_rows_without_an_answer_are_left_out_and_counted(tmp_path: Path
         (0.0, 472, 18, "Conversation log"),
         (113.5, 417, 276, "API log"),
     ]
-    assert trace.notes == ("1 failed requests left out",)
+    assert trace.notes == ("1 row of 0 tokens left out",)
+
+
+BAILIAN = [
+    {"chat_id": 0, "parent_chat_id": -1, "timestamp": 0.25, "input_length": 40, "output_length": 5,
+     "type": "text", "turn": 1, "hash_ids": [0, 1, 2]},
+    {"chat_id": 1, "parent_chat_id": 0, "timestamp": 2.75, "input_length": 48, "output_length": 6,
+     "type": "text", "turn": 2, "hash_ids": [0, 1, 3]},
+]  # fmt: skip
+
+
+def test_bailians_files_have_mooncakes_names_but_seconds_and_short_blocks(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "b.jsonl", BAILIAN))
+    assert ([row.arrival for row in trace.rows], trace.block_tokens) == ([0.0, 2.5], 16)
+    assert trace.prefix_hits() == (88, 32)
+
+
+def only(rows: list[dict[str, object]], *keys: str) -> list[dict[str, object]]:
+    return [{key: row[key] for key in keys} for row in rows]
+
+
+BARE = ("timestamp", "input_length", "output_length")
+SECONDS = [row | {"timestamp": at} for at, row in enumerate(MOONCAKE)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (only(MOONCAKE, *BARE), r"time=timestamp:UNIT,prompt=input_length,output=output_length with UNIT"),
+        (
+            only(BAILIAN, *BARE, "hash_ids"),
+            r"fractions of ms.*blocks=hash_ids,block_tokens=N with UNIT one of",
+        ),
+        (only(BAILIAN, *BARE, "hash_ids", "chat_id"), r"different units in different traces"),
+        (SECONDS, r"1e\+03 req/s, with 'timestamp' in ms, is not plausible"),
+        ([row | {"timestamp": 1790000000 + n} for n, row in enumerate(MOONCAKE)], r"looks like s since 1970"),
+        (
+            [row | {"timestamp": 1790000000000 + n} for n, row in enumerate(BAILIAN)],
+            r"like ms since 1970, not s",
+        ),
+        ([row | {"input_length": 90000} for row in MOONCAKE], r"3 blocks of 512 tokens do not fit a prompt"),
+    ],
+)
+def test_a_unit_that_the_columns_do_not_prove_is_asked_for(
+    tmp_path: Path, rows: list[dict[str, object]], message: str
+) -> None:
+    path = write(tmp_path / "unclear.jsonl", rows)
+    with pytest.raises(TraceError, match=message):
+        read_trace(path)
+    named = Columns.parse("time=timestamp:s,prompt=input_length,output=output_length")
+    assert len(read_trace(path, named).rows) == len(rows)
+
+
+def test_offsets_count_and_rows_of_no_tokens_do_not(tmp_path: Path) -> None:
+    path = tmp_path / "azure.csv"
+    path.write_text(
+        AZURE + "2024-05-10 02:00:12.25+02:00,76,15\n2024-05-10 00:00:00.009930+00:00,2162,5\n"
+        "2024-05-10 00:00:13 UTC,1000,0\n2024-05-10 00:00:14 -0100,0,7\n2024-05-10 00:00:15 -0100,9.0,7\n"
+    )
+    trace = read_trace(path)
+    assert [row.arrival for row in trace.rows] == pytest.approx([0.0, 12.24007, 3614.99007])
+    assert trace.notes == ("2 rows of 0 tokens left out", "put in order of time")
+
+
+def test_named_columns_may_lie_within_objects_and_a_list_is_a_table(tmp_path: Path) -> None:
+    rows = [{"time": f"2026-09-01T10:00:0{n}Z", "usage": {"in": 30, "out": 2}} for n in (0, 3)]
+    path = tmp_path / "own.json"
+    path.write_text(json.dumps(rows))
+    trace = read_trace(path, Columns.parse("time=time:datetime,prompt=usage.in,output=usage.out"))
+    assert [(row.arrival, row.prompt_tokens, row.output_tokens) for row in trace.rows] == [
+        (0.0, 30, 2), (3.0, 30, 2),
+    ]  # fmt: skip
+    with pytest.raises(TraceError, match=r"its columns are time, usage\.in, usage\.out"):
+        read_trace(path)
 
 
 def test_named_columns_read_any_table(tmp_path: Path) -> None:
@@ -125,7 +198,7 @@ def test_columns_need_a_time_with_its_unit(columns: str, message: str) -> None:
         ("a,b\n1,2\n", r"its columns are a, b"),
         (AZURE + "2023-11-16 18:15:46.68,374,44\nnoon,374,44\n", r"line 3, column 'TIMESTAMP': 'noon'"),
         (AZURE + "2023-11-16 18:15:46.68,many,44\n", r"line 2, column 'ContextTokens': 'many' is no whole"),
-        (AZURE + "2023-11-16 18:15:46.68,-4,44\n", r"column 'ContextTokens': -4 is not within 1"),
+        (AZURE + "2023-11-16 18:15:46.68,-4,44\n", r"column 'ContextTokens': -4 is not within 0"),
         (AZURE + "2023-11-16 18:15:46.68,,44\n", r"column 'ContextTokens': empty"),
         (AZURE + "2023-11-16 18:15:46.68,374\n", r"line 2: 2 cells under 3 columns"),
         (AZURE + '2023-11-16 18:15:46.68,374,"44\n', r"line 2: unexpected end"),
@@ -137,6 +210,11 @@ def test_columns_need_a_time_with_its_unit(columns: str, message: str) -> None:
         (json.dumps(MOONCAKE[0] | {"timestamp": float("nan")}), r"column 'timestamp': nan is no number"),
         ('{"schema": "vtune.trace/9"}\n', r"this version reads vtune.trace/1"),
         ('{"schema": "vtune.trace/1", "block_tokens": 16}\n', r"holds no request"),
+        (AZURE + "2023-11-16 18:15:46.68,374,0\n", r"holds no request \(1 row of 0 tokens left out\)"),
+        (AZURE + "2023-11-16 18:15:46Z,3,4\n2023-11-16 18:15:46,3,4\n", r"line 3.*has no UTC offset, but"),
+        ("[" + json.dumps(MOONCAKE[0]) + ", 3]", r"item 2: no JSON object"),
+        ("[{", r"no JSON"),
+        ("1,374,44\n2,400,41\n", r"its first line holds numbers"),
     ],
 )
 def test_a_wrong_row_names_file_line_and_column(tmp_path: Path, text: str, message: str) -> None:
