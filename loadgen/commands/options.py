@@ -155,15 +155,15 @@ class Load(Recorded):
     trace: Annotated[
         Path | None,
         _option(
-            "Replay recorded traffic, in place of a workload: a file of Azure's, Mooncake's or BurstGPT's "
-            "kind, of `vtune bench record`, or any CSV or JSON lines with --trace-columns."
+            "Replay recorded traffic, in place of a workload: a file of Azure's, Mooncake's, Bailian's or "
+            "BurstGPT's kind, of `vtune bench record`, or any CSV or JSON lines with --trace-columns."
         ),
     ] = None
     dataset: Annotated[
         Path | None,
         _option(
-            "Prompts or conversations in place of a workload: ShareGPT-format JSON, or JSON lines with "
-            "prompt or messages."
+            "Prompts or conversations in place of a workload: ShareGPT-format JSON, an OpenAI batch file, or "
+            "JSON lines with prompt or messages."
         ),
     ] = None
     think_time: Annotated[
@@ -211,7 +211,7 @@ class Load(Recorded):
         if self.trace:
             return self._trace_source(self.read(self.trace), max_model_len, vocab_size, warmup)
         if self.dataset:
-            from loadgen.plan.datasets import read_dataset
+            from loadgen.plan.dataset_formats import read_dataset
 
             return self._dataset_source(read_dataset(self.dataset))
         return self._workload_source(self._preset(max_model_len, vocab_size), warmup)

@@ -7,6 +7,7 @@ vocabulary lasts), so a prefix cache finds nothing unless a class shares a prefi
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -96,6 +97,24 @@ class RequestClass:
             raise WorkloadError(f"class {self.name}: prefix_groups must be at least 1")
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message of a chat."""
+
+    role: str
+    text: str
+    recorded: str | None = None
+    """JSON of the whole message where it holds more than a role and a text: parts, calls of tools."""
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As it is sent."""
+        whole: dict[str, Any] = (
+            json.loads(self.recorded) if self.recorded else {"role": self.role, "content": self.text}
+        )
+        return whole
+
+
 @dataclass(frozen=True)
 class PlannedRequest:
     """One request of a schedule. ``intended``: seconds after the start (0.0 in a closed loop)."""
@@ -111,8 +130,8 @@ class PlannedRequest:
     priority: int = 0
     sampling: tuple[tuple[str, Any], ...] = ()
     """Further fields of the body; they win over ``temperature``."""
-    messages: tuple[tuple[str, str], ...] | None = None
-    """(role, content) of a chat, in place of a prompt."""
+    messages: tuple[Message, ...] | None = None
+    """A chat, in place of a prompt."""
     follows: int | None = None
     """The turn before, by index: this one is sent ``think`` seconds after its answer has ended, and
     ``intended`` does not matter."""

@@ -110,7 +110,7 @@ def tokens_of(planned: PlannedRequest) -> Sequence[int]:
     """The prompt's token ids; of a text, one for every CHARS_PER_TOKEN characters, equal where these are."""
     if planned.prompt_token_ids is not None:
         return planned.prompt_token_ids
-    text = planned.prompt or "".join(f"{role}: {content}\n" for role, content in planned.messages or ())
+    text = planned.prompt or "".join(f"{m.role}: {m.text}\n" for m in planned.messages or ())
     pieces = (text[at : at + CHARS_PER_TOKEN] for at in range(0, len(text), CHARS_PER_TOKEN))
     return [zlib.crc32(piece.encode("utf-8", "surrogatepass")) for piece in pieces]
 

@@ -127,7 +127,7 @@ class _Encoder:
 def _content(request: PlannedRequest) -> dict[str, Any]:
     """What is asked: a chat, token ids, or a text."""
     if request.messages is not None:
-        return {"messages": [{"role": role, "content": text} for role, text in request.messages]}
+        return {"messages": [message.body for message in request.messages]}
     return {"prompt": request.prompt if request.prompt_token_ids is None else request.prompt_token_ids}
 
 

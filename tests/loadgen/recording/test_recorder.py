@@ -22,7 +22,7 @@ from loadgen.measure.record import Failure
 from loadgen.plan.arrivals import ClosedLoop, Constant
 from loadgen.plan.datasets import Dataset, Turn
 from loadgen.plan.trace_formats import read_trace
-from loadgen.plan.workload import preset
+from loadgen.plan.workload import Message, preset
 from loadgen.recording.proxy import Passage, Proxy
 from loadgen.recording.recorder import Prefixes, Recorder
 from loadgen.wire.client import ClientOptions, run_schedule
@@ -97,7 +97,7 @@ def test_what_passes_is_what_was_sent_and_nothing_of_it_is_in_the_trace(
 ) -> None:
     mock, url = server
     secret = "the launch code is 0000 " * 9
-    talk = (Turn((("user", secret),), None, 5),)
+    talk = (Turn((Message("user", secret),), None, 5),)
     plan = Dataset("chat", (talk,)).schedule(seed=1, arrival=ClosedLoop(1))
     direct = len(mock.seen.bodies)
     run_schedule(url, plan, model="mock", options=INLINE)

@@ -12,7 +12,7 @@ from step_server import STEP, StepServer
 
 from loadgen.measure.record import Failure, Records
 from loadgen.plan.arrivals import ClosedLoop, Constant
-from loadgen.plan.workload import Length, PlannedRequest, RequestClass, Schedule, Workload
+from loadgen.plan.workload import Length, Message, PlannedRequest, RequestClass, Schedule, Workload
 from loadgen.sim.routing import (
     LeastLoadedRoute,
     LengthPooledRoute,
@@ -205,8 +205,8 @@ def test_pools_part_at_the_widest_gap_between_lengths() -> None:
 
 
 def test_text_has_a_token_for_every_four_characters() -> None:
-    chat = PlannedRequest(0, "c", 0.0, None, None, 5, messages=(("user", "Hello, how are you?"),))
-    longer = replace(chat, messages=(*(chat.messages or ()), ("user", "And now?")))
+    chat = PlannedRequest(0, "c", 0.0, None, None, 5, messages=(Message("user", "Hello, how are you?"),))
+    longer = replace(chat, messages=(*(chat.messages or ()), Message("user", "And now?")))
     assert len(tokens_of(chat)) == -(-len("user: Hello, how are you?\n") // 4)
     assert list(tokens_of(longer))[:6] == list(tokens_of(chat))[:6]
 

@@ -8,7 +8,7 @@ from mock_sse_server import MockServer, running
 from loadgen.measure.record import Failure, Records
 from loadgen.plan.arrivals import Arrival, ClosedLoop, Constant
 from loadgen.plan.datasets import Dataset, Turn
-from loadgen.plan.workload import Schedule
+from loadgen.plan.workload import Message, Schedule
 from loadgen.wire.client import ClientOptions, run_schedule
 
 PAUSE = 0.02
@@ -77,7 +77,7 @@ def test_turns_that_are_due_after_the_duration_are_not_sent(server: tuple[MockSe
 
 def test_chats_go_to_the_chat_path_as_messages(server: tuple[MockServer, str]) -> None:
     mock, url = server
-    talk = (Turn((("system", "brief"), ("user", "hello")), None, 3),)
+    talk = (Turn((Message("system", "brief"), Message("user", "hello")), None, 3),)
     schedule = Dataset("chat", (talk,)).schedule(seed=1, arrival=ClosedLoop(1))
     before = len(mock.seen.bodies)
     run_schedule(url, schedule, model="mock", options=ClientOptions(workers=0, timeout=30))
