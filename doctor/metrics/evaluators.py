@@ -205,7 +205,9 @@ class Evaluator(ABC):
     def groups(self) -> Sequence[Group]:
         """The engines seen in the window, sorted."""
         seen = frozenset[Group]().union(*map(self._carriers, catalog.ANCHORS))
-        within = self.promql.identity.within
+        within, needed, by = self.promql.identity.within, self.promql.identity.needed, self.promql.by
+        needed = needed if by is None else needed.intersection(by)
+        seen = frozenset(group for group in seen if needed <= {name for name, _ in group.labels})
         servers = {group.without(within) for group in seen if group.without(within) != group}
         return sorted(seen - servers)
 

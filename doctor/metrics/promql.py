@@ -158,7 +158,7 @@ class PromQL:
 
     def present(self, prefixes: Iterable[str]) -> str:
         """The series whose own names begin so, whatever stands before that; of a histogram the counts."""
-        own = f'__name__=~"(.*[_:])?({"|".join(prefixes)})[_:].*"'
+        own = f'__name__=~"(.*_)?({"|".join(prefixes)})[_:].*"'
         where = self._where(f'{own},__name__!~".*_(bucket|sum)"')
         return f"last_over_time({where}[{promql_duration(self.window_ms)}])"
 

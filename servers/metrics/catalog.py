@@ -119,7 +119,7 @@ MARKERS = frozenset(name for kind in KINDS.values() for name, _ in kind.families
 
 PREFIXES = tuple(sorted({name.partition(":")[0] for kind in KINDS.values() for name, _ in kind.families}))
 """What a server's own names begin with, before the colon."""
-_SPELLED = re.compile(rf"(?:\w*?[_:])??({'|'.join(PREFIXES)})[:_](\w+)")
+_SPELLED = re.compile(rf"(?:\w*?_)??({'|'.join(PREFIXES)})[:_](\w+)")
 
 
 @cache
@@ -127,7 +127,8 @@ def plain(name: str) -> str:
     """A sample name as the server has it: without what a pipeline put before it, and with its colon.
 
     Ray writes ``ray_vllm_num_requests_running`` or ``ray_vllm:num_requests_running``, OpenTelemetry and
-    SGLang's gateway an underscore for the colon.
+    SGLang's gateway an underscore for the colon. A prefix with a colon is a recording rule's, whose series
+    are sums of others.
     """
     match = _SPELLED.fullmatch(name)
     return f"{match[1]}:{match[2]}" if match else name

@@ -81,13 +81,15 @@ class Roles:
 class Identity:
     """``roles``: by key of the catalogue. ``pool``: the gauge that tells engines apart, by ``apart``.
 
-    ``within``: labels that tell the engines of one server apart and that some metrics lack; ``shared``: those
-    metrics, which a server has once for all of its engines.
+    ``needed``: those of these labels that all of its series have: what lacks one is no engine, but a router
+    that counts for its servers. ``within``: labels that tell the engines of one server apart and that some
+    metrics lack; ``shared``: those metrics, which a server has once for all of its engines.
     """
 
     roles: Mapping[str, Roles] = field(default_factory=dict)
     pool: str = POOLS[0]
     apart: tuple[str, ...] = ("engine", "instance", "model_name")
+    needed: frozenset[str] = frozenset()
     within: tuple[str, ...] = ()
     shared: frozenset[str] = frozenset()
 
@@ -105,7 +107,7 @@ class Identity:
             for key, own in self.roles.items()
         }
         apart = tuple(name for name in self.apart if name not in self.within)
-        return Identity(roles, self.pool, apart)
+        return Identity(roles, self.pool, apart, self.needed)
 
 
 @cache
@@ -147,6 +149,7 @@ def identity_of(seen: Mapping[str, Sequence[Sample]]) -> Identity:
         {key: _roles(seen[key], names, apart, bare) for key, names in carried.items()},
         pool,
         tuple(sorted(apart)),
+        frozenset(name for name in apart - within if all(labels.get(name) for labels, _ in seen[pool])),
         tuple(sorted(within)),
         frozenset(key for key, names in carried.items() if not within <= names),
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from servers.metrics import catalog
 from servers.metrics.page import PageReader
 
 PAGE = """# TYPE vllm:num_requests_running gauge
@@ -46,3 +49,18 @@ def test_copies_and_an_aggregate_beside_its_parts_count_once() -> None:
         + 'ray_sglang_prompt_tokens_total{WorkerId="a"} 7\nray_sglang_prompt_tokens_total{WorkerId="b"} 9\n'
     )
     assert [page.figure(key) for key in ("running", "waiting", "prompt_tokens")] == [9, 3, 16]
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("ray_vllm:num_requests_running", "vllm:num_requests_running"),
+        ("ray_vllm_num_requests_running", "vllm:num_requests_running"),
+        ("sglang_token_usage", "sglang:token_usage"),
+        ("otel_collector_lmdeploy_num_requests_running", "lmdeploy:num_requests_running"),
+        ("job:vllm:num_requests_running", "job:vllm:num_requests_running"),
+        ("DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_GPU_UTIL"),
+    ],
+)
+def test_a_name_is_read_behind_what_a_pipeline_put_before_it(name: str, plain: str) -> None:
+    assert catalog.plain(name) == plain

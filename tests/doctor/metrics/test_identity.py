@@ -170,6 +170,24 @@ CASES: Mapping[str, Case] = {
         },
         names="sglang_",
     ),
+    "a router that counts for its servers": Case(
+        [
+            Gauges({**M, "instance": "a:1"}, 7, 1, 0.4),
+            Gauges({**M, "instance": "b:1"}, 5, 0, 0.4),
+            Gauges({"instance": "router:1", "server": "http://a:1"}, 7),
+            Gauges({"instance": "router:1", "server": "http://b:1"}, 5),
+        ],
+        [({**M, "instance": "a:1"}, 6), ({**M, "instance": "b:1"}, 4)],
+        {
+            engine(model_name="m", instance="a:1"): (7, 1, 0.6 * REQUESTS),
+            engine(model_name="m", instance="b:1"): (5, 0, 0.4 * REQUESTS),
+        },
+    ),
+    "a router's page": Case(
+        [Gauges({"server": f"http://{name}:1"}, running, 0) for name, running in (("a", 7), ("b", 5))],
+        [({"server": "http://a:1"}, 10), ({"server": "http://b:1"}, 10)],
+        {engine(server="http://a:1"): (7, 0, REQUESTS), engine(server="http://b:1"): (5, 0, REQUESTS)},
+    ),
     "Ray's workers on one node": Case(
         [
             Gauges({**M, "instance": "n:1", "WorkerId": "a"}, 7, 1, 0.4),
