@@ -200,3 +200,17 @@ def test_a_cap_is_one_that_graphs_are_captured_for() -> None:
         c for c in cures(reported("pool-of-18-to-21.log"), "kv-pressure") if "max_num_seqs" in c.changes
     ]
     assert cap.changes["max_num_seqs"] == 16
+
+
+def test_data_parallel_ranks_are_held_against_each_other_and_no_router_is_blamed() -> None:
+    found = reported("ranks-unequally-loaded.log")
+    named = {(f.id, f.labels["engine"]) for f in found.findings if f.suppressed_by is None}
+    assert named >= {
+        ("kv-pressure", "0"),
+        ("kv-pressure", "1"),
+        ("replica-imbalance", "0"),
+        ("replica-imbalance", "1"),
+    }
+    (step,) = next(f for f in found.findings if f.id == "replica-imbalance").prescriptions
+    assert "no router chose between these ranks" in step.text
+    assert "data parallel ranks against each other" not in found.not_judged
