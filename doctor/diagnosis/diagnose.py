@@ -11,6 +11,7 @@ from doctor.diagnosis.engine_view import EngineView, engine_views, with_baseline
 from doctor.diagnosis.finding import CannotTell, Diagnosis, Evidence, Finding
 from doctor.diagnosis.fleet import fleets
 from doctor.diagnosis.judged_objectives import JudgedObjectives, judged_objectives
+from doctor.diagnosis.objective_judgement import ObjectiveJudgement
 from doctor.diagnosis.playbook import SEVERITIES, Playbook, load_all
 from doctor.diagnosis.prescribe import prescriptions
 from doctor.metrics.signals import SIGNALS
@@ -68,19 +69,21 @@ def diagnose(
         findings += _explain(own)
     findings = ranked(findings)
     idle = all(view.idle for view in examined)
+    objectives_judged = tuple(judged for view in examined for judged in view.objectives)
     return Diagnosis(
         source=observation.name,
         family=observation.family,
         version=examined[0].flags.version,
         window_s=observation.window_s,
         slo=objectives,
+        objectives=objectives_judged,
         findings=tuple(findings),
         cannot_tell=tuple(cannot_tell),
-        healthy=_healthy(findings, cannot_tell),
+        healthy=_healthy(findings, cannot_tell, objectives_judged),
         idle=idle,
         engines=tuple(view.name for view in examined),
         flags={view.name: view.flags for view in examined},
-        notes=(*observation.notes, *objectives.notes, *_remarks(examined)),
+        notes=(*observation.notes, *_remarks(examined)),
         ranks=any(view.constants["ranks"] > 1 for view in examined),
         fleets=fleets(observation.evaluator, examined),
     )
@@ -158,12 +161,16 @@ def ranked(findings: Sequence[Finding]) -> list[Finding]:
     return sorted(findings, key=rank)
 
 
-def _healthy(findings: Sequence[Finding], cannot_tell: Sequence[CannotTell]) -> bool:
-    """No warning, and none that only something missing keeps from being judged.
+def _healthy(
+    findings: Sequence[Finding], cannot_tell: Sequence[CannotTell], objectives: Sequence[ObjectiveJudgement]
+) -> bool:
+    """Every objective is held, no warning, and none that only something missing keeps from being judged.
 
     What only the user or another source can know does not count against a server, nor does a fleet of one.
     """
     if any(SEVERITIES.index(finding.severity) >= SEVERITIES.index("warning") for finding in findings):
+        return False
+    if any(judged.held is False or (judged.held is None and not judged.excused) for judged in objectives):
         return False
     unknown = [{missing.kind for missing in item.missing} for item in cannot_tell if item.severity != "info"]
     return all("elsewhere" in kinds or kinds <= {"assumption", "peers"} for kinds in unknown)

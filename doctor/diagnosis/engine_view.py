@@ -9,9 +9,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from doctor.diagnosis.judged_objectives import JudgedObjectives
+from doctor.diagnosis.objective_judgement import (
+    Measured,
+    ObjectiveJudgement,
+    histograms_of,
+    judgements,
+    signals_of,
+)
 from doctor.diagnosis.playbook import ASSUMPTIONS, told_by
 from doctor.metrics.evaluators import Group
-from doctor.metrics.signals import SIGNALS, metrics_of
+from doctor.metrics.signals import SIGNALS, Signal, metrics_of
 from doctor.metrics.sources import Observation
 from servers import known_flags as server_flags
 from servers.command import ServerCommand
@@ -37,6 +44,7 @@ class EngineView:
     flags: Flags
     constants: Mapping[str, float]
     """SLOs, assumptions, and what a log, a benchmark or a baseline told."""
+    objectives: tuple[ObjectiveJudgement, ...] = ()
     baseline: EngineView | None = None
     """The same engine in an earlier recording."""
 
@@ -97,9 +105,11 @@ def engine_views(
         given if given is None or isinstance(given, ServerCommand) else ServerCommand("", None, {**given})
     )
     evaluator = observation.evaluator
-    read = evaluator.read_all(list(SIGNALS.values()))
+    signals = {**SIGNALS, **{figure.name: figure for figure in signals_of(slo)}}
+    read = evaluator.read_all(list(signals.values()))
+    buckets = {key: evaluator.bounds(key) for key in histograms_of(slo)}
     version = observation.version or (log.version if log else None) or (command.version if command else None)
-    queries = {name: evaluator.query(signal) for name, signal in SIGNALS.items()}
+    queries = {name: evaluator.query(signal) for name, signal in signals.items()}
     configs = evaluator.cache_config()
     kind = kind or observation.kind
     lacking = never_had(kind, version, evaluator.available)
@@ -120,7 +130,9 @@ def engine_views(
         own = {name: values[group] for name, values in read.items()}
         drafts = _drafts(own, queries, flags)
         readings = _without_prefill(own | drafts[0])
-        readings = {name: _never(reading, lacking) for name, reading in readings.items()}
+        readings = {name: _never(signals[name], reading, lacking) for name, reading in readings.items()}
+        own_buckets = {key: bounds.get(group, ()) for key, bounds in buckets.items()}
+        measured = Measured(names[group], readings, queries, own_buckets)
         seen.append(
             EngineView(
                 group,
@@ -136,6 +148,7 @@ def engine_views(
                     "ranks": float(ranks[_server_of(group)]),
                     "servers": float(servers[group.peers]),
                 },
+                judgements(slo, measured),
             )
         )
     return seen
@@ -189,11 +202,11 @@ def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[st
     return None
 
 
-def _never(reading: Reading, lacking: frozenset[str]) -> Reading:
+def _never(signal: Signal, reading: Reading, lacking: frozenset[str]) -> Reading:
     """A reading that is missing, where every way to it asks for a metric that this version never had."""
     if not isinstance(reading, Missing) or reading.kind != "metric":
         return reading
-    if all(metrics_of(node) & lacking for node in SIGNALS[reading.name].sources):
+    if all(metrics_of(node) & lacking for node in signal.sources):
         return Missing(reading.name, "never", f"{reading.why}: this version never had it")
     return reading
 

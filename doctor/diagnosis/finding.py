@@ -10,9 +10,10 @@ from typing import Any
 from doctor.diagnosis.cost import Toll
 from doctor.diagnosis.fleet import Fleet
 from doctor.diagnosis.judged_objectives import JudgedObjectives
+from doctor.diagnosis.objective_judgement import ObjectiveJudgement
 from doctor.diagnosis.playbook import SEVERITIES, Severity
 from servers.known_flags import Flag, Flags
-from servers.reading import Missing
+from servers.reading import Missing, Number
 
 SCHEMA = "vtune.doctor/1"
 _RANKS = "data parallel ranks against each other"
@@ -88,6 +89,8 @@ class Diagnosis:
     version: str | None
     window_s: float
     slo: JudgedObjectives
+    objectives: tuple[ObjectiveJudgement, ...]
+    """Every objective on every engine."""
     findings: tuple[Finding, ...]
     cannot_tell: tuple[CannotTell, ...]
     healthy: bool
@@ -129,6 +132,7 @@ class Diagnosis:
                 }
                 for name, value in self.slo.values.items()
             },
+            "objectives": [_objective_json(judged) for judged in self.objectives],
             "flags": _flags_json(self.flags),
             "findings": [_finding_json(finding) for finding in self.findings],
             "cannot_tell": [
@@ -155,6 +159,22 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _objective_json(judged: ObjectiveJudgement) -> dict[str, Any]:
+    return {
+        "objective": judged.bound.metric,
+        "operator": judged.bound.op,
+        "limit": judged.bound.limit,
+        "from": judged.origin,
+        "instance": judged.instance,
+        "signal": judged.signal,
+        "value": judged.reading.point if isinstance(judged.reading, Number) else None,
+        "between": list(judged.bucket) if judged.bucket else None,
+        "query": judged.query,
+        "held": judged.held,
+        "remark": judged.remark,
+    }
 
 
 def _flags_json(engines: Mapping[str, Flags]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from servers.slo.bounds import Bound, SloError, family_of, format_value, parse_bounds
+from servers.slo.bounds import RATES, Bound, SloError, family_of, format_value, parse_bounds
 
 DEFAULTS: Mapping[str, float] = {"slo_itl_p99": 0.2, "slo_ttft_p95": 2.0}
 """Lenient on purpose: a stream slower than 5 tokens a second, or a wait of 2 s for the first token (the upper
@@ -24,39 +24,40 @@ JUDGED: Mapping[str, str] = {"itl": "slo_itl_p99", "tpot": "slo_itl_p99", "ttft"
 class JudgedObjectives:
     """``values`` has every name that rules use, in seconds; ``given`` says which the user set.
 
-    Stated objectives replace the defaults: what is not among them is no objective (infinite).
+    Stated objectives replace the defaults: what is not among them is no objective (infinite). ``bounds`` are
+    all of them, as stated or by default: each is judged by its own figure.
     """
 
     values: Mapping[str, float]
     given: Mapping[str, str]
-    notes: tuple[str, ...] = ()
+    bounds: tuple[Bound, ...]
+    stated: bool
+    """Whether these are the user's."""
 
     @classmethod
     def of(cls, bounds: Iterable[Bound]) -> Self:
-        """Those that the doctor can judge; the strictest bound of each latency is what rules use."""
+        """Those stated, or the defaults; the strictest bound of each latency is what rules use."""
+        stated = tuple(bounds)
         values: dict[str, float] = {}
         given: dict[str, str] = {}
-        notes: list[str] = []
-        for bound in bounds:
-            written = f"{bound.name}{bound.op[0]}{format_value(bound.metric, bound.limit)}".replace(" ", "")
+        for bound in stated:
             name = JUDGED.get(family_of(bound.metric))
-            if name is None:
-                notes.append(f"--slo {written}: not judged by the doctor")
-            elif name not in given or bound.limit < values[name]:
-                values[name], given[name] = bound.limit, written
-        base = dict.fromkeys(DEFAULTS, math.inf) if given else DEFAULTS
+            if name is not None and (name not in given or bound.limit < values[name]):
+                values[name], given[name] = bound.limit, written(bound)
+        base = dict.fromkeys(DEFAULTS, math.inf) if stated else DEFAULTS
         slow = values.get("slo_itl_p99", DEFAULTS["slo_itl_p99"])
-        return cls({**base, **values, "slow_itl": slow}, given, tuple(notes))
+        usual = tuple(Bound(name.removeprefix("slo_"), "<=", limit) for name, limit in DEFAULTS.items())
+        return cls({**base, **values, "slow_itl": slow}, given, stated or usual, bool(stated))
 
-    def describe(self) -> str:
-        labels = {"slo_itl_p99": "ITL P99", "slo_ttft_p95": "TTFT P95"}
-        return ", ".join(self._one(name, label) for name, label in labels.items())
+    def origin(self, bound: Bound) -> str:
+        """A bound as the user wrote it, or "default"."""
+        return written(bound) if self.stated else "default"
 
-    def _one(self, name: str, label: str) -> str:
-        if not math.isfinite(self.values[name]):
-            return f"none for {label}"
-        whose = "yours" if name in self.given else "default"
-        return f"{label} < {format_value('itl', self.values[name])} ({whose})"
+
+def written(bound: Bound) -> str:
+    """``itl_p99<50ms``."""
+    limit = f"{bound.limit:g}" if bound.metric in RATES else format_value(bound.metric, bound.limit)
+    return f"{bound.name}{bound.op[0]}{limit}".replace(" ", "")
 
 
 def judged_objectives(text: str | None) -> JudgedObjectives:

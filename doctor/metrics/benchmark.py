@@ -84,6 +84,9 @@ class StatedEvaluator(Evaluator):
     def numbers(self, node: Node) -> Numbers:
         return {}
 
+    def bounds(self, key: str) -> Mapping[Group, Sequence[float]]:
+        return {}
+
     def query(self, signal: Signal) -> str:
         return f"{self._name}: {_SECONDS.get(signal.name, signal.name)}"
 

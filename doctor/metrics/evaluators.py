@@ -129,6 +129,10 @@ class Evaluator(ABC):
         """``node`` for the engines that have it. Engines without observations are absent."""
 
     @abstractmethod
+    def bounds(self, key: str) -> Mapping[Group, Sequence[float]]:
+        """The finite bucket bounds of a histogram, ascending, for the engines that have it."""
+
+    @abstractmethod
     def of_fleet(self) -> Evaluator:
         """The same window, with engines that are peers added up: one group for each :attr:`Group.peers`."""
 
@@ -321,6 +325,12 @@ class ScrapeEvaluator(Evaluator):
             case MeanWhile(key, conditions):
                 values, held = self._instant(key), self._hold_all(conditions)
                 return _mean_over_time({g: values[g][held[g] == 1] for g in values.keys() & held.keys()})
+
+    def bounds(self, key: str) -> Mapping[Group, Sequence[float]]:
+        if self.promql.by is None and self.promql.identity.spread({key}):
+            of_server, within = self._of_servers.bounds(key), self.promql.identity.within
+            return {group: of_server.get(group.without(within), []) for group in self.groups}
+        return {group: sorted(filter(math.isfinite, own)) for group, own in self._buckets(key).items()}
 
     def _half(self, first: bool) -> ScrapeEvaluator:
         middle = (self._span.start + self._span.end) // 2

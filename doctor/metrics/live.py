@@ -126,7 +126,7 @@ class PrometheusEvaluator(Evaluator):
                 values[_group(element["metric"])] = value
         if not isinstance(node, Quantile):
             return {group: Number.exactly(value) for group, value in values.items()}
-        bounds = self._bounds(node.metric) if values else {}
+        bounds = self.bounds(node.metric) if values else {}
         return {group: _bounded(value, bounds.get(group, [])) for group, value in values.items()}
 
     def _carriers(self, key: str) -> frozenset[Group]:
@@ -134,11 +134,11 @@ class PrometheusEvaluator(Evaluator):
         groups = (Group(roles.engine(labels)) for labels, _ in self._seen.samples[key] if roles.count(labels))
         return frozenset(groups if by is None else (group.only(by) for group in groups))
 
-    def _bounds(self, key: str) -> dict[Group, list[float]]:
-        """The finite bucket bounds of a histogram, ascending: its buckets depend on version and context.
-
-        Asked for all peers at first; engine by engine where those of some peers differ.
-        """
+    def bounds(self, key: str) -> Mapping[Group, Sequence[float]]:
+        """Buckets depend on version and context: asked for all peers at first, and engine by engine where
+        those of some peers differ."""
+        if key not in self._bound_cache and not self._has(key):
+            self._bound_cache[key] = {}
         if key not in self._bound_cache:
             owners, within = self._owners(key), self.promql.identity.within
             of_peers, alike = self._bounds_by(key, PEERS)

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Sequence
 from doctor.diagnosis.cost import total
 from doctor.diagnosis.finding import CannotTell, Diagnosis, Evidence, Finding, Prescription
 from doctor.diagnosis.fleet import Fleet
+from doctor.diagnosis.objective_judgement import ObjectiveJudgement
 from doctor.diagnosis.quantity import quantity
 from loadgen.measure.rounding import significant
 from loadgen.output.escape import printable
 from servers.metrics.identity import PLACE
 from servers.reading import Missing
+from servers.slo.bounds import Bound, format_value, metric_label
 
 _STATUS_WORDS = {
     "verified": "verified in our lab",
@@ -43,8 +45,48 @@ def _header(diagnosis: Diagnosis) -> list[str]:
     return [
         f"{diagnosis.source}: {server}, {len(engines)} engine{'s' if len(engines) != 1 else ''}, "
         f"window {significant(diagnosis.window_s)} s",
-        f"Objectives: {diagnosis.slo.describe()}",
+        "Objectives:",
+        *(f"   {line}" for line in objective_lines(diagnosis.objectives)),
     ]
+
+
+def objective_lines(judged: Iterable[ObjectiveJudgement]) -> list[str]:
+    """Each objective with its figure: of several engines, with the one that is furthest from it."""
+    by_bound: dict[Bound, list[ObjectiveJudgement]] = {}
+    for one in judged:
+        by_bound.setdefault(one.bound, []).append(one)
+    return [f"{_objective(own[0])}: {_judged(own)}" for own in by_bound.values()]
+
+
+def _objective(judged: ObjectiveJudgement) -> str:
+    bound = judged.bound
+    whose = "default" if judged.origin == "default" else "yours"
+    return f"{metric_label(bound.metric)} {bound.op[0]} {format_value(bound.metric, bound.limit)} ({whose})"
+
+
+_JUDGED_WORDS = {False: "MISSED", None: "not judged", True: "held"}
+
+
+def _judged(own: Sequence[ObjectiveJudgement]) -> str:
+    if len(own) == 1:
+        return f"{_JUDGED_WORDS[own[0].held]}, {_figure(own[0])}"
+    parts = []
+    for held, word in _JUDGED_WORDS.items():
+        if alike := [one for one in own if one.held is held]:
+            worst = max(alike, key=lambda one: one.excess)
+            parts.append(
+                f"{word} on {len(alike)} of {len(own)} engines ({_figure(worst)} on {worst.instance})"
+            )
+    return "; ".join(parts)
+
+
+def _figure(judged: ObjectiveJudgement) -> str:
+    """The value, the figure it is of where that is not the objective's own, and why it decides nothing."""
+    if isinstance(judged.reading, Missing):
+        return judged.remark
+    value = format_value(judged.bound.metric, judged.reading.point)
+    value = value if judged.is_own else f"{metric_label(judged.signal)} {value}"
+    return f"{value} ({judged.remark})" if judged.remark else value
 
 
 def fleet_lines(fleets: Iterable[Fleet]) -> list[str]:
@@ -131,7 +173,7 @@ def verdict(diagnosis: Diagnosis) -> str | None:
     if diagnosis.idle:
         return "Idle: no request in the window, nothing to find."
     if diagnosis.healthy:
-        return "Healthy: nothing at severity warning or above."
+        return "Healthy: every objective is held, and nothing is at severity warning or above."
     if diagnosis.worst() in (None, "info"):
         return "No verdict: too much could not be judged (see below)."
     return None

@@ -157,7 +157,7 @@ def test_watching_judges_until_it_is_interrupted() -> None:
     assert last is shown[-1]
     at = datetime(2026, 1, 1, 14, 5)
     assert [line(seen, at) for seen in shown] == [
-        "14:05:00 Healthy: nothing at severity warning or above.",
+        "14:05:00 Healthy: every objective is held, and nothing is at severity warning or above.",
         "14:05:00 cannot look: gone",
         "14:05:00 warning seq-cap on a:1",
     ]
