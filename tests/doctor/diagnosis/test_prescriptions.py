@@ -116,6 +116,8 @@ def view(chance: Random) -> EngineView:
             "slo_ttft_p95": 2.0,
             "slow_itl": min(slo, 0.2),
             "shared_prefix": 1000.0,
+            "ranks": 1.0,
+            "servers": 2.0,
         },
     )
 
