@@ -6,23 +6,22 @@ import difflib
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from servers.flags.words import FlagError, Vocabulary, parse_flags, split_statements, stray, vocabulary
+from servers.docker_run import SETTING, behind_run, run_at, taken_apart
+from servers.flags.words import FlagError, Vocabulary, model_of, parse_flags, stray, vocabulary
+from servers.image_variables import kind_of_image, refuse_unread, sagemaker_start, variables_of
 from servers.input_file import read_input
 from servers.kind import ServerKind
 from servers.kinds import KINDS, VLLM, find_start
-from servers.launch_file import read_launches
+from servers.launch_file import Launch, read_launches
+from servers.shell_words import is_shell, joined, quoted, split_statements
 
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|\((\w+)\)|(\w+))")
-_ENV = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_DOCKER_SWITCHES = re.compile(
-    "-[ditP]+|--(detach|interactive|tty|rm|init|privileged|read-only|publish-all|no-healthcheck|quiet)"
-)
+_TALKING = frozenset({"echo", "printf", "pkill", "pgrep", "grep", "man", "which", "type", "alias"})
+"""Programs that may name a server's command, and start none."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +34,7 @@ class ServerCommand:
     flags: dict[str, Any] = field(default_factory=dict)
     """In vLLM's names, whichever server it is (see ``servers.flags.spelling``)."""
     env: dict[str, str] = field(default_factory=dict)
+    """Of the server: with ``docker run``, what is set in the container."""
     rest: tuple[str, ...] = ()
     """The words before the program: ``docker run --gpus all``, ``taskset -c 0-3``, ``uv run``."""
     from_file: frozenset[str] = frozenset()
@@ -83,8 +83,13 @@ class ServerCommand:
         return [*self.rest, *shlex.split(self.program), *model, *kind.spelling.render(self.flags)]
 
     def __str__(self) -> str:
-        env = [f"{name}={shlex.quote(value)}" for name, value in self.env.items()]
-        return " ".join([*env, shlex.join(self.words())])
+        words, env = self.words(), [f"{name}={quoted(value)}" for name, value in self.env.items()]
+        at, run = 0, run_at(self.rest)
+        if run is not None:
+            at, env = behind_run(self.rest, run), [word for setting in env for word in ("-e", setting)]
+        elif self.rest and (self.rest[0] == "sudo" or self.rest[-1] == "env"):
+            at = len(self.rest)
+        return " ".join([*map(quoted, words[:at]), *env, *map(quoted, words[at:])])
 
 
 def parse_command(text: str) -> ServerCommand:
@@ -94,91 +99,126 @@ def parse_command(text: str) -> ServerCommand:
     ``python -m vllm.entrypoints.openai.api_server …`` and ``python -m sglang.launch_server …``, also among
     other statements, within ``bash -c '…'``, and in what :mod:`servers.launch_file` reads; ``@FILE`` for a
     file that holds any of them. ``--flag value``, ``--flag=value``, dashes or underscores, ``--no-flag``,
-    abbreviations that argparse takes, JSON values, ``--config.key value``, ``--config FILE``, ``${X:-64}``,
-    lines continued by a backslash. Of a repeated flag the last one counts. What follows a pipe, a redirection
-    or ``&`` is left out. Raises FlagError.
+    abbreviations that argparse takes, JSON values, ``--config.key value``, ``--config FILE``. Variables that
+    the text itself sets are filled in (:mod:`servers.shell_words`). Of a repeated flag the last one counts.
+
+    Raises FlagError for what cannot be read, and for what only a run would tell.
     """
     if text.startswith("@"):
         text = _read(text[1:], "the file with the command")
     launches = read_launches(text)
     if launches is None:
-        return _chosen(text, [(env, words, "") for env, words in split_statements(text)])
-    told = [
-        (
-            launch.env,
-            ["docker", "run", launch.image, *launch.words] if launch.image else launch.words,
-            launch.name,
-        )
-        for launch in launches
-    ]
-    return _chosen(text, told)
-
-
-def _chosen(text: str, told: Sequence[tuple[dict[str, str], list[str], str]]) -> ServerCommand:
-    """The only one of several statements, or services, that starts a server."""
-    if told and not any(words for _, words, _ in told):
-        raise FlagError("the command is empty: write e.g. 'vllm serve MODEL --max-num-seqs 64'")
-    plain = ((env, _with_entrypoint(words), name) for env, words, name in told)
-    starting = [(env, words, name) for env, words, name in plain if _names_server(words)]
-    if len(starting) > 1:
-        names = ", ".join(name or shlex.join(words)[:40] for _, words, name in starting)
-        raise FlagError(f"several servers are started there ({names}): give the command of one")
-    if not starting:
+        launches = [Launch(each.words, each.env) for each in split_statements(text)]
+        if not launches:
+            raise FlagError("the command is empty: write e.g. 'vllm serve MODEL --max-num-seqs 64'")
+    found = _chosen(launches)
+    if found is None:
         known = ", ".join(f"'{kind.command} MODEL …'" for kind in KINDS.values())
         raise FlagError(
             f"no server is named in {text.strip()[:120]!r}: write {known}, "
             "'python -m vllm.entrypoints.openai.api_server …', 'docker run … IMAGE …', or only the flags"
         )
-    env, words, _ = starting[0]
-    return _parsed(env, words)
+    return _parsed(found)
 
 
-def _names_server(words: Sequence[str]) -> bool:
-    if not words:
-        return False
-    if words[0].startswith("-") or find_start(words) is not None:
-        return True
-    if _inner(words) is not None:
-        return True
-    runs = _docker_run(words)
-    if runs is None:
-        return False
-    image = _docker_image(words, runs + 2)
-    return kind_of_image(words[image]) is not None or "".join(words[image + 1 : image + 2]).startswith("-")
+@dataclass(frozen=True)
+class _Start:
+    """A server's start among a command's words: see ``ServerCommand``."""
+
+    rest: tuple[str, ...]
+    program: str
+    words: list[str]
+    """Behind the program."""
+    env: dict[str, str]
+    name: str = ""
+    certain: bool = True
+    """False: an image that may hold anything, with flags."""
 
 
-def _inner(words: Sequence[str]) -> int | None:
-    """Index of a word that is a shell text of its own in which a server is started: of ``bash -c '…'``."""
-    for at, word in enumerate(words):
-        if (
-            at
-            and words[at - 1] in ("-c", "-lc", "-ec", "-xc")
-            and any(_names_server(own) for _, own in split_statements(word))
-        ):
+def _chosen(launches: Iterable[Launch]) -> _Start | None:
+    """The only one of several statements, or services, that starts a server; None: none does."""
+    starts = [start for launch in launches if (start := _start_of(launch)) is not None]
+    starts = [start for start in starts if start.certain] or starts
+    if len(starts) > 1:
+        names = ", ".join(
+            start.name or joined([*start.rest, *shlex.split(start.program), *start.words])[:40]
+            for start in starts
+        )
+        raise FlagError(f"several servers are started there ({names}): give the command of one")
+    return starts[0] if starts else None
+
+
+def _start_of(launch: Launch) -> _Start | None:
+    words = ["docker", "run", launch.image, *launch.words] if launch.image else launch.words
+    if not words or words[0] in _TALKING:
+        return None
+    if words[0].startswith("-"):
+        return _Start((), "", words, launch.env, launch.name)
+    start, run, script = find_start(words), run_at(words), _script(words)
+    if run is not None and (start is None or run < start.begin):
+        return _in_container(words, run, launch)
+    if script is not None and (start is None or script < start.begin):
+        found = _chosen(Launch(each.words, each.env) for each in split_statements(words[script], launch.env))
+        if found is None:
+            return None
+        shell = max(at for at in range(script) if is_shell(words[at]))
+        return replace(
+            found, rest=(*words[:shell], *found.rest), env={**launch.env, **found.env}, name=launch.name
+        )
+    if start is None:
+        return None
+    rest, env = words[: start.begin], dict(launch.env)
+    while rest and (match := SETTING.fullmatch(rest[-1])):  # of "sudo A=b vllm serve"
+        env[match[1]] = match[2]
+        rest = rest[:-1]
+    program = joined(words[start.begin : start.end])
+    return _Start(tuple(rest), program, words[start.end :], env, launch.name)
+
+
+def _in_container(words: list[str], run: int, launch: Launch) -> _Start | None:
+    docker = taken_apart(words, run)
+    env = {**launch.env, **docker.env}
+    before = (*docker.begin, *docker.options)
+    if docker.words and not docker.words[0].startswith("-"):
+        inside = _start_of(Launch(docker.words, env))
+        if inside is not None:
+            return replace(inside, rest=(*before, docker.image, *inside.rest), name=launch.name)
+        if _script(docker.words) is not None:
+            return None
+    elif begun := find_start(["", *docker.words]):  # the image's own program is Python
+        program, own = docker.words[: begun.end - 1], docker.words[begun.end - 1 :]
+        return _Start((*before, docker.image), joined(program), own, env, launch.name)
+    if made := sagemaker_start(docker.image, env, docker.words):
+        kind, own = made
+        kept = {name: value for name, value in env.items() if not name.startswith(variables_of(kind))}
+        return _Start((*before, "--entrypoint=", docker.image), kind.command, own, kept, launch.name)
+    kind_named = kind_of_image(docker.image) is not None
+    if not kind_named and not "".join(docker.words[:1]).startswith("-"):
+        return None
+    return _Start(before, docker.image, docker.words, env, launch.name, kind_named)
+
+
+def _script(words: Sequence[str]) -> int | None:
+    """Index of the text that a shell is given: of ``bash -c '…'``."""
+    for at in range(2, len(words)):
+        options = words[at - 1]
+        if re.fullmatch(r"-[a-z]*c", options) and any(is_shell(word) for word in words[: at - 1]):
             return at
     return None
 
 
-def _parsed(env: dict[str, str], words: list[str]) -> ServerCommand:
-    if (shell := _inner(words)) is not None:
-        found = parse_command(words[shell])
-        return replace(found, env={**env, **found.env}, rest=(*words[: shell - 1], *found.rest))
-    rest, program, words = _find_program(words)
-    while rest and (match := _ENV.fullmatch(rest[-1])):
-        env[match[1]] = match[2]
-        rest = rest[:-1]
-    words = [
-        _VARIABLE.sub(lambda match: env.get(next(filter(None, match.groups())), match[0]), word)
-        for word in words
-    ]
-    command = ServerCommand(program, env=env, rest=tuple(rest))
+def _parsed(found: _Start) -> ServerCommand:
+    command = ServerCommand(found.program, env=found.env, rest=found.rest)
     kind = command.kind or VLLM
     spelling, known = kind.spelling, vocabulary(kind.name, command.version)
-    own, positional = parse_flags(words, known, spelling.many)
+    own, positional = parse_flags(found.words, known, spelling.many)
     _refuse_misspelt(own, known, kind)
-    if program and find_start(shlex.split(program)) is None and kind_of_image(program) is None:
-        _refuse_strangers(program, own, known)
+    program = shlex.split(found.program)
+    if program and find_start(program) is None and kind_of_image(found.program) is None:
+        _refuse_strangers(found.program, own, known)
     flags = spelling.from_own(own)
+    if program and find_start(program) is None:
+        refuse_unread(found.program, found.env, flags)
     settled: dict[str, Any] = {}
     if isinstance(file := flags.pop("config", None), str) and kind is VLLM:
         settled = {name: value for name, value in _settings(file).items() if name not in flags}
@@ -186,11 +226,11 @@ def _parsed(env: dict[str, str], words: list[str]) -> ServerCommand:
     elif file is not None:
         flags["config"] = file
     model = flags.pop("model", None)
-    settled.pop("model", None)
+    told = None if settled.pop("model", None) else model
     if positional:
-        if not program or " -m " in program:
+        if not program or "-m" in program or told not in (None, positional[0]):
             raise stray(positional[0])
-        model = positional.pop(0)
+        model = model_of(positional.pop(0))
     if positional:
         raise stray(positional[0])
     return replace(command, model=model, flags=flags, from_file=frozenset(settled))
@@ -206,11 +246,6 @@ def _refuse_misspelt(own: Mapping[str, Any], known: Vocabulary, kind: ServerKind
                 f"--{name.replace('_', '-')}: {kind.label} has no such flag. "
                 f"Is --{near[0].replace('_', '-')} meant?"
             )
-
-
-def kind_of_image(image: str) -> ServerKind | None:
-    """The kind whose program an image is named after; None: it may hold anything."""
-    return next((kind for kind in KINDS.values() if kind.program in image), None)
 
 
 def _refuse_strangers(image: str, flags: Mapping[str, Any], known: Vocabulary) -> None:
@@ -252,51 +287,3 @@ def _read(path: str, what: str) -> str:
         raise FlagError(
             f"{what} {path}: cannot be read here ({error.strerror}). Run where it lies, or give its flags"
         ) from None
-
-
-def _with_entrypoint(words: list[str]) -> list[str]:
-    """``docker run --entrypoint X IMAGE …`` as the same without an entry point, X behind the image."""
-    runs = _docker_run(words)
-    if runs is None:
-        return words
-    for at in range(runs, len(words)):
-        name, _, value = words[at].partition("=")
-        if name == "--entrypoint":
-            own, after = ([value], words[at + 1 :]) if value else (words[at + 1 : at + 2], words[at + 2 :])
-            image = _docker_image(after, 0)
-            return [*words[:at], "--entrypoint=", *after[: image + 1], *own, *after[image + 1 :]]
-    return words
-
-
-def _find_program(words: list[str]) -> tuple[list[str], str, list[str]]:
-    """(words before the program, the program, the words after it)."""
-    if words[0].startswith("-"):
-        return [], "", words
-    start, runs = find_start(words), _docker_run(words)
-    if runs is not None and (start is None or runs < start.begin):
-        image = _docker_image(words, runs + 2)
-        inside = find_start(["", *words[image + 1 :]])
-        if inside is None:
-            return words[:image], words[image], words[image + 1 :]
-        begin, end = image + max(inside.begin, 1), image + inside.end
-        return words[:begin], shlex.join(words[begin:end]), words[end:]
-    assert start is not None, "a server is named"
-    return words[: start.begin], shlex.join(words[start.begin : start.end]), words[start.end :]
-
-
-def _docker_run(words: Sequence[str]) -> int | None:
-    """Index of the ``docker`` in ``docker run``."""
-    for at, (word, following) in enumerate(pairwise(words)):
-        if word.rsplit("/", 1)[-1] in ("docker", "podman") and following == "run":
-            return at
-    return None
-
-
-def _docker_image(words: Sequence[str], at: int) -> int:
-    """Index of the image: the first word after ``docker run`` that is no option and no option's value."""
-    while at < len(words):
-        word = words[at]
-        if not word.startswith("-"):
-            return at
-        at += 1 if _DOCKER_SWITCHES.fullmatch(word) or "=" in word else 2
-    raise FlagError("'docker run' names no image: write 'docker run [options] vllm/vllm-openai --model M …'")

@@ -24,9 +24,10 @@ from loadgen.targets.process import ServerProcess
 from servers.command import ServerCommand
 from servers.connection import NO_LOGIN, Connection, masked
 from servers.flags.offered_flags import OfferedFlags, read_offered_flags
-from servers.flags.words import FlagError, split_words
+from servers.flags.words import FlagError
 from servers.kind import ServerKind
 from servers.kinds import BUNDLED, VLLM, find_start
+from servers.shell_words import split_words
 
 DEFAULT_PORT = 8000
 """The port in commands that are shown; vLLM's and ours."""

@@ -1,21 +1,18 @@
 """Flags as words of a command line: read, typed by what a flag takes, and written back.
 
 Names are vLLM's in snake case (``max_num_seqs``), values are typed (``12``, ``0.9``, ``True``, parsed JSON).
-``None`` stands for "not given". No shell is involved: words are split as a POSIX shell splits them, and
-nothing is expanded.
+``None`` stands for "not given". The words are those of an argument vector (see :mod:`servers.shell_words`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, cast
 
-from servers.connection import masked
 from servers.errors import UserError
 from servers.facts import Flag, releases_of
 
@@ -74,32 +71,63 @@ def vocabulary(server: str, version: str | None = None) -> Vocabulary:
     return Vocabulary(kinds, short, spelled, older)
 
 
-_EXPORT = re.compile(r"^\s*export\s+([A-Za-z_]\w*)=('[^']*'|\"[^\"]*\"|[^\s;&]*)", re.MULTILINE)
-_SETUP = re.compile(
-    r"^[ \t]*(#|export\s|source\s|\.\s|cd\s|set\s|unset\s|ulimit\s|module\s|conda\s|mkdir\s|echo\s"
-    r"|(uv )?pip\s|sleep\s)[^\n;&]*(;|&&)?[ \t]*$",
-    re.MULTILINE,
-)
-"""Whole lines that prepare for a command."""
 _PARTS = {
     "spec_method": ("speculative_config", "method"),
     "spec_model": ("speculative_config", "model"),
     "spec_tokens": ("speculative_config", "num_speculative_tokens"),
 }
 """Flags that are one key of a JSON flag."""
-_QUOTES = str.maketrans({"‘": "'", "’": "'", "“": '"', "”": '"', "„": '"', "\u00a0": " "})
-"""What word processors and chat programs make of quotes and blanks."""
-
 _SUFFIX = dict(
     zip("kmgtKMGT", [10**3, 10**6, 10**9, 10**12, 1 << 10, 1 << 20, 1 << 30, 1 << 40], strict=True)
 )
 _NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_ENV = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
-_SHELL_STOP = re.compile(r"[&;|]+|[\d&]*[<>].*")
-_CONTINUATION = re.compile(r"[\\^`][ \t]*\r?\n")
-"""A line goes on in the next: of a POSIX shell, of Windows and of PowerShell."""
-_DEFAULTED = re.compile(r"\$\{\w+:?-([^{}]*)\}")
-"""``${MAX_SEQS:-64}``: 64 unless the variable is set."""
+UNKNOWN = re.compile(r"\$\{[^{}]*\}|\$\(|\{\{.*?\}\}|%[A-Z_]{2,}%|^\$\w+$", re.DOTALL)
+"""What only a shell or a template can fill in: ``${SEQS}``, ``$(nproc)``, ``{{ .Values.seqs }}``."""
+_OF_MODEL = re.compile(r"MODEL|CKPT|CHECKPOINT|WEIGHTS|REPO|PATH|DIR|NAME|HF|LLM|_ID\b|\b1\b", re.IGNORECASE)
+_OF_FLAGS = re.compile(r"ARG|FLAG|OPT|PARAM|EXTRA|CMD|COMMAND|CONF|[@*]", re.IGNORECASE)
+"""Names of variables that hold one thing, and such as may hold any number of flags."""
+_NAMING = frozenset(
+    [
+        "model",
+        "model_path",
+        "tokenizer",
+        "tokenizer_path",
+        "revision",
+        "served_model_name",
+        "host",
+        "port",
+        "root_path",
+        "uds",
+        "api_key",
+        "hf_token",
+        "download_dir",
+        "chat_template",
+        "lora_modules",
+        "lora_paths",
+        "ssl_keyfile",
+        "ssl_certfile",
+        "ssl_ca_certs",
+        "master_addr",
+        "master_port",
+        "node_rank",
+        "dist_init_addr",
+        "nccl_port",
+        "data_parallel_address",
+        "data_parallel_rank",
+        "data_parallel_start_rank",
+        "data_parallel_rpc_port",
+        "generation_config",
+        "tool_parser_plugin",
+        "otlp_traces_endpoint",
+        "allowed_local_media_path",
+    ]
+)
+"""Flags that say where or under which name, never how fast: what stands in a variable there may stay so."""
+_PROSE = frozenset({"chat_template"})
+"""Flags whose value is text of any kind."""
+_DASHES = "‐‑‒–—―−"
+_SEVERAL = re.compile(r"\s(--[A-Za-z]{2}|-(tp|pp|dp|ep)\b)")
+"""A flag within a word."""
 
 
 def render(flags: Mapping[str, Any], many: Collection[str] = ()) -> list[str]:
@@ -123,60 +151,9 @@ def render(flags: Mapping[str, Any], many: Collection[str] = ()) -> list[str]:
             words += [option, json.dumps(value)]
         else:
             item = str(value)
-            joined = not item or _is_flag(item) or _SHELL_STOP.fullmatch(item)
+            joined = not item or _is_flag(item)
             words += [f"{option}={item}"] if joined else [option, item]
     return words
-
-
-def split_words(text: str) -> tuple[dict[str, str], list[str]]:
-    """Split as a POSIX shell splits, without expanding anything; leading ``VAR=value`` words come apart.
-
-    Words from the first shell operator on (``|``, ``>``, ``&&``, ``;``, ``&``) are dropped. Raises FlagError.
-    """
-    return split_statements(text)[0]
-
-
-def one_line_each(text: str) -> str:
-    """Continued lines joined, and the default of ``${X:-default}`` in its place."""
-    return _DEFAULTED.sub(r"\1", _CONTINUATION.sub(" ", text))
-
-
-def split_statements(text: str) -> list[tuple[dict[str, str], list[str]]]:
-    """(environment, words) of every statement of a shell text; one of no words for an empty text.
-
-    What ``export`` sets holds for all that follow. Lines that only set something up are left out. Raises
-    FlagError.
-    """
-    joined = one_line_each(text.translate(_QUOTES)).strip().removeprefix("$ ")
-    exported = {match[1]: match[2].strip("'\"") for match in _EXPORT.finditer(joined)}
-    joined = _SETUP.sub("", joined)
-    try:
-        lexer = shlex.shlex(joined, posix=True, punctuation_chars="&;|")
-        lexer.whitespace_split, lexer.commenters = True, ""
-        words = list(lexer)
-    except ValueError as error:
-        raise FlagError(f"the command's quotes do not match ({error}): {masked(joined)[:200]}") from None
-    statements: list[list[str]] = [[]]
-    dropping = False
-    for word in words:
-        if re.fullmatch(r"[&;|]+", word):
-            dropping = False
-            statements.append([])
-        elif dropping or _SHELL_STOP.fullmatch(word):
-            dropping = True
-        else:
-            statements[-1].append(word)
-    told = [_apart(statement) for statement in statements if statement] or [({}, [])]
-    return [({**exported, **env}, own) for env, own in told]
-
-
-def _apart(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    env: dict[str, str] = {}
-    while words and (words[0] == "env" or (match := _ENV.fullmatch(words[0]))):
-        if words[0] != "env" and match:
-            env[match[1]] = match[2]
-        words = words[1:]
-    return env, words
 
 
 def parse_flags(
@@ -189,10 +166,13 @@ def parse_flags(
     """
     flags: dict[str, Any] = {}
     positional: list[str] = []
+    for word in words:
+        if word[:1] in _DASHES and word[1:].lstrip(_DASHES + "-")[:1].isalpha():
+            raise FlagError(
+                f"{word!r} begins with a typographic dash: write '--{word.lstrip(_DASHES + '-')}'"
+            )
     pending = iter(_Words(words))
     for word in pending:
-        if word[:1] in "–—" and len(word) > 1:
-            raise FlagError(f"{word!r} begins with a typographic dash: write '--{word.lstrip('–—-')}'")
         if not _is_flag(word):
             positional.append(word)
             continue
@@ -201,6 +181,10 @@ def parse_flags(
             option = "--optimization-level" if level else f"-{joined[1]}"
             word = f"{option}={joined[2]}"
         written, has_value, text = word.partition("=")
+        if re.search(r"\s", written):
+            raise several(word)
+        if UNKNOWN.search(written):
+            raise FlagError(f"{word}: which flag it is, is not known here. Write it out")
         name, keys = _name(written, table)
         name = _whole(written, name, table)
         if name in _PARTS:
@@ -213,8 +197,51 @@ def parse_flags(
             continue
         kind: Kind | None = "many" if name in many else table.kinds.get(name) if not keys else None
         values = [text] if has_value else pending.values(kind)
-        _store(flags, name, keys, _value(written, kind, values))
+        _refuse_unclear(name, written, values)
+        _store(flags, name, keys, _value(written, kind, values, name))
     return flags, positional
+
+
+def _refuse_unclear(name: str, written: str, values: Sequence[str]) -> None:
+    """A value that is not known and matters, or that holds flags of its own."""
+    for at, text in enumerate(values if name not in _PROSE else ()):
+        if text[:1] not in ("{", "[") and _SEVERAL.search(text):
+            raise several(f"{written} {text}")
+        if (unknown := _unknown(text)) and (name not in _NAMING or at or _OF_FLAGS.search(unknown)):
+            raise FlagError(
+                f"{written} {text}: what {unknown} stands for is not known here. Write the value itself, or "
+                "set the variable in front of the command: X=64; vllm serve …"
+            )
+
+
+def _unknown(text: str) -> str | None:
+    """What is not known of a value: in JSON, of the values in it."""
+    try:
+        leaves = [item for item in _leaves(json.loads(text)) if isinstance(item, str)]
+    except json.JSONDecodeError:
+        leaves = [text]
+    return next((match[0] for item in leaves if (match := UNKNOWN.search(item))), None)
+
+
+def _leaves(node: Any) -> Iterator[Any]:
+    if isinstance(node, Mapping | list):
+        for item in node.values() if isinstance(node, Mapping) else node:
+            yield from _leaves(item)
+    else:
+        yield node
+
+
+def model_of(word: str) -> str:
+    """``word``, which stands where a model is named. Raises FlagError where it may be flags."""
+    if _SEVERAL.search(word):
+        raise several(word)
+    match = UNKNOWN.search(word)
+    if match and match[0] == word and (_OF_FLAGS.search(word) or not _OF_MODEL.search(word)):
+        raise FlagError(
+            f"{word}: what it stands for is not known here, and it may be flags. Write them out, or set the "
+            "variable in front of the command: X='--max-num-seqs 64'; vllm serve MODEL $X"
+        )
+    return word
 
 
 class _Words(Iterator[str]):
@@ -255,6 +282,8 @@ def _name(written: str, table: Vocabulary) -> tuple[str, list[str]]:
     """``--speculative-config.method`` -> ("speculative_config", ["method"])."""
     if written.startswith("--"):
         name, *keys = written[2:].split(".")
+        if any("-" in key for key in keys):
+            raise FlagError(f"{written}: keys behind a dot have underscores, as in JSON")
         return name.replace("-", "_"), keys
     short, *keys = written[1:].split(".")
     if short not in table.short:
@@ -286,7 +315,7 @@ def _whole(written: str, name: str, table: Vocabulary) -> str:
     return name
 
 
-def _value(written: str, kind: Kind | None, texts: list[str]) -> Any:
+def _value(written: str, kind: Kind | None, texts: list[str], name: str) -> Any:
     """The typed value of a flag from the words given to it."""
     if not texts:
         if kind in (None, "switch"):
@@ -295,8 +324,8 @@ def _value(written: str, kind: Kind | None, texts: list[str]) -> Any:
     if kind == "many":
         return [_guess(written, text) for text in texts]
     text = texts[0]
-    if re.fullmatch(r"\$\{?\w+\}?", text):
-        raise FlagError(f"{written} {text}: shell variables are not expanded here. Write the value itself")
+    if name in _NAMING and UNKNOWN.search(text):
+        return text
     match kind:
         case "switch":
             if text.lower() not in ("true", "false"):
@@ -351,8 +380,31 @@ def _store(flags: dict[str, Any], name: str, keys: Sequence[str], value: Any) ->
         inner = node.get(key)
         node[key] = dict(inner) if isinstance(inner, dict) else {}
         node = node[key]
-    node[keys[-1]] = value
+    if (last := keys[-1]).endswith("+"):  # vLLM's way to name the items of a list one by one
+        before = node.get(last[:-1])
+        items = value.split(",") if isinstance(value, str) else [value]
+        node[last[:-1]] = [
+            *(before if isinstance(before, list) else ()),
+            *(_guess(name, str(item)) for item in items),
+        ]
+    else:
+        node[last] = value
+
+
+def several(word: str) -> FlagError:
+    return FlagError(
+        f"{word!r} is one word that holds several: the server gets it whole, and refuses it. Write each flag "
+        "and each value as a word, or an item of the list, of its own"
+    )
 
 
 def stray(word: str) -> FlagError:
+    """A word that is neither a flag nor a value."""
+    if UNKNOWN.search(word):
+        return FlagError(
+            f"{word}: what it stands for is not known here, and it may be flags. Write them out, or set the "
+            "variable in front of the command"
+        )
+    if _SEVERAL.search(word):
+        return several(word)
     return FlagError(f"{word!r} belongs to no flag: is a quote, a dash or a trailing backslash missing?")

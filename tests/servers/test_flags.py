@@ -124,7 +124,7 @@ def test_engine_names_whose_flags_these_are() -> None:
         ("vllm serve M --max-num-seqs", "needs a value"),
         ("vllm serve M --max-num-seqs many", "whole number"),
         ("vllm serve M --gpu-memory-utilization high", "must be a number"),
-        ("vllm serve M --seed $SEED", "shell variables are not expanded"),
+        ("vllm serve M --seed $SEED", r"what \$\{SEED\} stands for is not known here"),
         ("vllm serve M --speculative-config {method: ngram}", "is not JSON"),
         ("vllm serve M --speculative-config '{\"method\": }'", "is not JSON"),
         ("vllm serve M 'unfinished", "quotes do not match"),

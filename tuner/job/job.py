@@ -8,8 +8,8 @@ from typing import Any, Self
 
 from loadgen.targets.simulated import PREFIX, gpu_defaults
 from servers.errors import UserError
-from servers.flags.words import split_words
 from servers.kinds import KINDS, find_start
+from servers.shell_words import split_words
 
 SCHEMA = "vtune.job/1"
 DEFAULT_BUDGET_SECONDS = 600.0
