@@ -63,7 +63,7 @@ def dashboard(books: Sequence[Playbook], compiler: RuleCompiler) -> dict[str, An
         "editable": True,
         "refresh": "30s",
         "time": {"from": "now-1h", "to": "now"},
-        "templating": {"list": [_datasource(), _instances(compiler)]},
+        "templating": {"list": [_datasource(), _instances(compiler), _filters()]},
         "panels": panels.placed,
     }
 
@@ -100,7 +100,9 @@ def _panel(title: str, names: Sequence[str], compiler: RuleCompiler) -> dict[str
     queries = {name: query for name in names if (query := compiler.signal(name)) is not None}
     if not queries:
         return None
-    where = " ".join(f"{{{{{label}}}}}" for label in dict.fromkeys((*PLACE, *compiler.promql.identity.apart)))
+    where = " ".join(
+        f"{{{{{label}}}}}" for label in dict.fromkeys((*PLACE, "instance", *compiler.promql.identity.apart))
+    )
     defaults: dict[str, Any] = {"unit": _UNITS.get(SIGNALS[names[0]].unit, "short"), "min": 0}
     limits = [compiler.constants[_OBJECTIVES[name]] for name in names if name in _OBJECTIVES]
     if limits and limits[0] < float("inf"):
@@ -152,6 +154,11 @@ def _target(query: str, legend: str, letter: str) -> dict[str, Any]:
 
 def _datasource() -> dict[str, Any]:
     return {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus"}
+
+
+def _filters() -> dict[str, Any]:
+    """Any label, such as namespace or pod: Grafana adds what is chosen to every query."""
+    return {"name": "filters", "label": "Labels", "type": "adhoc", "datasource": _REFERENCE, "filters": []}
 
 
 def _instances(compiler: RuleCompiler) -> dict[str, Any]:

@@ -197,12 +197,16 @@ class Evaluator(ABC):
     def _unobserved(self, name: str, node: Node, group: Group) -> Missing:
         if isinstance(node, OnHost):
             exporter = catalog.ELSEWHERE[node.metric]
-            return Missing(name, "elsewhere", f"no {exporter} on {group.instance}'s host")
+            return Missing(
+                name, "elsewhere", f"no {exporter} on the host of {group.instance or 'this engine'}"
+            )
         if isinstance(node, AgainstPeers | OfPeers) and self.promql.identity.spread(metrics_of(node)):
             return Missing(name, "peers", "its server tells this of all of its engines together")
         for key in sorted(metrics_of(node)):
             if group not in self._owners(key):
-                return Missing(name, "metric", f"{self._called(key)} is missing on {group.instance}")
+                return Missing(
+                    name, "metric", f"{self._called(key)} is missing on {group.instance or 'this engine'}"
+                )
         return Missing(name, "empty", "nothing was observed in the window")
 
     @cached_property

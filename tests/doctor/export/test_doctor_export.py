@@ -250,5 +250,6 @@ def test_an_alert_keeps_the_labels_by_which_it_is_routed(looked_at: str, tmp_pat
             for target in panel.get("targets", ()):
                 for element in ask(url, target["expr"], at):
                     assert element["metric"].items() >= engine.items(), target["expr"]
-                assert "{{namespace}} {{job}} {{pod}}" in target["legendFormat"]
+                assert "{{namespace}} {{job}} {{pod}} {{instance}}" in target["legendFormat"]
+        assert "adhoc" in {variable["type"] for variable in board["templating"]["list"]}
     assert "{{ with $labels.pod }}pod {{ . }}, {{ end }}" in alert["annotations"]["summary"]
