@@ -10,6 +10,7 @@ from typing import Any
 from doctor.metrics.evaluators import COUNTS, Evaluator, Group, Numbers
 from doctor.metrics.promql import PromQL, promql_duration
 from doctor.metrics.signals import Node, Quantile, Signal, metrics_of
+from servers.kinds import PREFIXES, plain
 from servers.metrics import catalog
 from servers.metrics.identity import PEERS, Sample, identity_of
 from servers.reading import Number, Reading
@@ -50,9 +51,9 @@ class PrometheusEvaluator(Evaluator):
         """Every series of a server, but for buckets and sums: these come with a count, and are many."""
         samples: dict[str, list[Sample]] = {}
         wanted = catalog.sample_names()
-        for element in self._ask(promql.present(catalog.PREFIXES)):
+        for element in self._ask(promql.present(PREFIXES)):
             name = str(element["metric"].get("__name__", ""))
-            if catalog.plain(name) in wanted:
+            if plain(name) in wanted:
                 own = (element["metric"], float(element["value"][1]))
                 samples.setdefault(name, []).append(own)
         histograms = [name.removesuffix("_count") for name in samples if name.endswith("_count")]

@@ -1,7 +1,8 @@
 """The metrics that are read, under every name that a version of a server gave them.
 
 Names are listed newest first; where a server exposes two at once (the deprecated one lives on for two
-releases) the first counts. Pipelines spell names in ways of their own: :func:`plain` undoes that.
+releases) the first counts. Pipelines spell names in ways of their own, which
+:func:`servers.kinds.plain` undoes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from servers.errors import UserError
 from servers.facts import Metric as Fact
 from servers.facts import releases_of
 from servers.kind import ServerKind
-from servers.kinds import KINDS, VLLM
+from servers.kinds import KINDS, VLLM, plain
 
 MetricKind = Literal["gauge", "counter", "histogram", "info"]
 
@@ -115,23 +116,6 @@ _SUFFIXES = {"histogram": ("_bucket", "_sum", "_count"), "gauge": ("",), "counte
 
 MARKERS = frozenset(name for kind in KINDS.values() for name, _ in kind.families)
 """Names that tell whose metrics they are, and which version's."""
-
-
-PREFIXES = tuple(sorted({name.partition(":")[0] for kind in KINDS.values() for name, _ in kind.families}))
-"""What a server's own names begin with, before the colon."""
-_SPELLED = re.compile(rf"(?:\w*?_)??({'|'.join(PREFIXES)})[:_](\w+)")
-
-
-@cache
-def plain(name: str) -> str:
-    """A sample name as the server has it: without what a pipeline put before it, and with its colon.
-
-    Ray writes ``ray_vllm_num_requests_running`` or ``ray_vllm:num_requests_running``, OpenTelemetry and
-    SGLang's gateway an underscore for the colon. A prefix with a colon is a recording rule's, whose series
-    are sums of others.
-    """
-    match = _SPELLED.fullmatch(name)
-    return f"{match[1]}:{match[2]}" if match else name
 
 
 def spellings(names: Iterable[str]) -> dict[str, tuple[str, ...]]:

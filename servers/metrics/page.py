@@ -10,6 +10,7 @@ from functools import cached_property
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from servers.kinds import plain
 from servers.kinds.vllm import pool_tokens
 from servers.metrics import catalog
 from servers.metrics.identity import roles_of_total
@@ -50,7 +51,7 @@ class Page:
         """By the server's own names."""
         found: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for (sample, labels), value in self.samples.items():
-            found.setdefault(catalog.plain(sample), []).append((dict(labels), value))
+            found.setdefault(plain(sample), []).append((dict(labels), value))
         return found
 
     def labels(self, key: str) -> list[Mapping[str, str]]:
@@ -89,7 +90,7 @@ class PageReader:
             if match is None:
                 continue
             if (name := match[0]) not in wanted:
-                if name in others or catalog.plain(name) not in self._names:
+                if name in others or plain(name) not in self._names:
                     others.add(name)
                     continue
                 wanted.add(name)

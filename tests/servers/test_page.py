@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from servers.metrics import catalog
+from servers.kinds import plain
 from servers.metrics.page import PageReader
 
 PAGE = """# TYPE vllm:num_requests_running gauge
@@ -52,7 +52,7 @@ def test_copies_and_an_aggregate_beside_its_parts_count_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "plain"),
+    ("name", "own"),
     [
         ("ray_vllm:num_requests_running", "vllm:num_requests_running"),
         ("ray_vllm_num_requests_running", "vllm:num_requests_running"),
@@ -62,5 +62,5 @@ def test_copies_and_an_aggregate_beside_its_parts_count_once() -> None:
         ("DCGM_FI_DEV_GPU_UTIL", "DCGM_FI_DEV_GPU_UTIL"),
     ],
 )
-def test_a_name_is_read_behind_what_a_pipeline_put_before_it(name: str, plain: str) -> None:
-    assert catalog.plain(name) == plain
+def test_a_name_is_read_behind_what_a_pipeline_put_before_it(name: str, own: str) -> None:
+    assert plain(name) == own
