@@ -9,6 +9,7 @@ from servers.errors import SourceError
 from servers.input_file import GZIP, gunzipped, read_input
 from servers.kinds import KINDS, LABELS
 from servers.logs import vllm_log
+from servers.logs.incidents import incidents
 from servers.logs.lines import own_lines, without_colours, writers
 from servers.logs.log_facts import LogFacts
 
@@ -42,5 +43,5 @@ def parse_log(text: str) -> LogFacts:
     for kind in KINDS.values():
         if kind.log is not None and kind.log.wrote(text):
             facts = kind.log.parse(text)
-            return replace(facts, flags=kind.spelling.from_own(facts.flags))
-    return vllm_log.parse_log(text)
+            return replace(facts, flags=kind.spelling.from_own(facts.flags), incidents=incidents(text))
+    return replace(vllm_log.parse_log(text), incidents=incidents(text))

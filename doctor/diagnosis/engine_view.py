@@ -116,6 +116,7 @@ def engine_views(
     names = _names(evaluator.groups, observation.name)
     ranks = Counter(map(_server_of, evaluator.groups))
     servers = Counter(server.peers for server in ranks)
+    told = {**log.durations, **log.incidents} if log else {}
     seen = []
     for group in evaluator.groups:
         config = _config_of(group, configs)
@@ -144,7 +145,7 @@ def engine_views(
                     **slo.values,
                     **assume,
                     **observation.facts,
-                    **(log.durations if log else {}),
+                    **told,
                     "ranks": float(ranks[_server_of(group)]),
                     "servers": float(servers[group.peers]),
                 },

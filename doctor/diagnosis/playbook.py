@@ -27,6 +27,7 @@ from servers import expression
 from servers.errors import UserError
 from servers.expression import All, AnyOf, Clause, Expression, ExpressionError, Lookup, Relation
 from servers.known_flags import FLAG_NAMES
+from servers.logs.incidents import SIGNS
 
 Severity = Literal["info", "warning", "critical"]
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
@@ -44,6 +45,7 @@ TOLD: Mapping[str, str] = {
     "startup_seconds": _LOG,
     "compile_seconds": _LOG,
     "load_seconds": _LOG,
+    **dict.fromkeys(SIGNS, _LOG),
     "model_changed": _BASELINE,
     "pool_change": _BASELINE,
     "bench_requests": _BENCH,

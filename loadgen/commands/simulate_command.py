@@ -8,12 +8,12 @@ import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from loadgen.commands.options import Load, with_options
-from loadgen.output.terminal import INTERRUPTED, INVALID, Format, check_writable, interruptible
+from loadgen.commands.options import Load, positive, with_options
+from loadgen.output.terminal import FAILED, INTERRUPTED, INVALID, Format, check_writable, interruptible
 from servers.errors import UserError
 
 if TYPE_CHECKING:
@@ -57,6 +57,15 @@ def simulate_command(
         float | None,
         typer.Option(min=0.0, max=1.0, help="Chance that a draft is accepted if those before it were. [0.6]"),
     ] = None,
+    size: Annotated[
+        bool, typer.Option("--size", help="Find the fewest GPUs (replicas and TP) that hold --slo.")
+    ] = False,
+    slo: Annotated[
+        str | None, typer.Option(help="With --size: bounds, e.g. ttft_p95<1s,itl_p99<50ms.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(callback=positive, help="With --size: of a GPU, per hour; any currency.")
+    ] = None,
     seed: Annotated[
         int, typer.Option(min=0, help="Random seed of arrivals, classes, lengths and prompts.")
     ] = 0,
@@ -85,9 +94,20 @@ def simulate_command(
       vtune simulate --target simulated:h200 --model config.json --workload mixed --rate 60 --duration 2m
       --replicas 4 --routing length-pooled
 
-    Exit codes: 0 simulated, 2 bad usage or a config that does not start, 3 nothing was answered, 130
-    interrupted (what was simulated is kept).
+      vtune simulate --size --slo 'ttft_p95<1s,itl_p99<50ms' --target simulated:h100 --model config.json
+      --trace day.csv --price 2.5
+
+    Exit codes: 0 simulated (--size: found), 1 --size found no fleet, 2 bad usage or a config that does not
+    start, 3 nothing was answered, 130 interrupted (what was simulated is kept).
     """
+    if size:
+        if slo is None:
+            raise UserError("--size needs --slo: the bounds that the fleet must hold, e.g. 'ttft_p95<1s'")
+        if replicas != 1:
+            raise UserError("--size finds the number of replicas: leave --replicas out")
+        _size(load, target, model, flags, routing, acceptance, seed, slo, price, out, format)
+    if slo is not None or price is not None:
+        raise UserError("--slo and --price go with --size")
     check_writable(out, json_file, html_file)
     from loadgen.commands.simulation import simulate as run
     from loadgen.target import TargetFailed
@@ -117,6 +137,69 @@ def simulate_command(
     _write(done, out, json_file, html_file)
     _print(done, format)
     raise typer.Exit(_exit_code(done.records))
+
+
+def _size(
+    load: Load,
+    target: str,
+    model: str,
+    flags: str,
+    routing: Routing,
+    acceptance: float | None,
+    seed: int,
+    slo: str,
+    price: float | None,
+    out: Path | None,
+    format: Format,
+) -> NoReturn:
+    from loadgen.commands.simulation import simulate as run
+    from loadgen.commands.sizing import Sizing, print_size, size_json, size_markdown
+    from loadgen.commands.sizing import size as answer
+    from loadgen.sim.accuracy import latency_error
+    from servers.command import parse_command
+    from servers.files import write_atomically
+    from servers.slo.bounds import parse_bounds
+
+    check_writable(out)
+    load.check()
+    bounds = parse_bounds(slo)
+    given = parse_command(flags).flags if flags.strip() else {}
+    width = given.get("tensor_parallel_size")
+
+    with interruptible() as stop:
+
+        def simulated(width: int, replicas: int) -> Records:
+            typer.echo(f"{replicas} x {width} GPU", err=True)
+            done = run(
+                target,
+                model,
+                {**given, "tensor_parallel_size": width},
+                load,
+                seed=seed,
+                replicas=replicas,
+                routing=routing.value,
+                acceptance=acceptance,
+                stop=stop,
+            )
+            if done.records.partial:
+                raise typer.Exit(INTERRUPTED)
+            return done.records
+
+        search = Sizing(simulated, bounds, error=latency_error(target))
+        if width is not None:
+            search.widths = (int(width),)
+        found = answer(search)
+    told = size_json(found, price)
+    if out:
+        write_atomically(out / "size.json", [json.dumps(told, indent=2), "\n"])
+        write_atomically(out / "size.md", [size_markdown(found, price)])
+    if format is Format.JSON:
+        typer.echo(json.dumps(told, indent=2))
+    elif format is Format.MARKDOWN:
+        typer.echo(size_markdown(found, price), nl=False)
+    else:
+        print_size(found, price, sys.stdout)
+    raise typer.Exit(0 if found.best else FAILED)
 
 
 def _exit_code(records: Records) -> int:

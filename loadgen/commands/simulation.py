@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Any
 
@@ -37,7 +37,7 @@ class Simulated:
 def simulate(
     target: str,
     model: str,
-    flags: str,
+    flags: str | Mapping[str, Any],
     load: Load,
     *,
     seed: int = 0,
@@ -47,14 +47,17 @@ def simulate(
     note: Callable[[str], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Simulated:
-    """Raises UserError for what was written wrong, StartFailed for a config that does not start."""
+    """``flags``: a command, or its flags. Raises UserError for what was written wrong, StartFailed for a
+    config that does not start.
+    """
     if not target.startswith(PREFIX):
         raise UserError(f"--target {target}: write {PREFIX}h100 or another device")
-    given = parse_command(flags).flags if flags.strip() else {}
+    if isinstance(flags, str):
+        flags = parse_command(flags).flags if flags.strip() else {}
     device = SimulatedTarget(
         target, model, replicas=replicas, routing=routing, acceptance=acceptance, calibrating=note
     )
-    with device.open(given) as server:
+    with device.open(flags) as server:
         assert server.max_model_len is not None
         schedule = load.source(server.max_model_len)(seed)
         records = server.run(schedule, stop=stop)

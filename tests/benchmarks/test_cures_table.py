@@ -44,9 +44,13 @@ def test_no_prescription_stands_refuted() -> None:
     assert refuted == []
 
 
-def test_most_prescriptions_that_name_flags_were_tried() -> None:
+def test_most_prescriptions_that_name_flags_were_tried_or_say_why_not() -> None:
     typed = [
         (book, n) for book in BOOKS for n, cure in enumerate(book.remedies) if cure.settings or cure.unset
     ]
-    tried = [pair for pair in typed if verification_of(*pair) != NOT_VERIFIED]
-    assert len(tried) >= 0.75 * len(typed)
+    known = [
+        (book, n)
+        for book, n in typed
+        if not book.reproduction.experiments or verification_of(book, n) != NOT_VERIFIED
+    ]
+    assert len(known) >= 0.85 * len(typed), {(b.id, n) for b, n in typed} - {(b.id, n) for b, n in known}

@@ -27,9 +27,10 @@ SPECIAL = {
         "baseline-shift",
         "model-changed",
     ),
+    *("engine-died", "hung-step", "link-errors", "crash-loop"),
     *("itl-spikes-outside-graphs", "invalid-measurement", "cold-requests"),
 }
-"""Need more than one server's metrics; test_other_sources.py has their cases."""
+"""Need more than one server's metrics; test_other_sources.py and test_incidents.py have their cases."""
 
 
 def examine(server: Server, flags: Mapping[str, Any], assume: Mapping[str, float]) -> Diagnosis:
