@@ -9,6 +9,7 @@ from collections.abc import Callable
 import optuna
 from rich.console import Console
 
+from loadgen.sim.simulated_engine import EngineUserError, cache_dir
 from loadgen.targets.endpoint import EndpointTarget
 from servers.kinds import KINDS
 from servers.slo.objective import parse_slo
@@ -22,6 +23,7 @@ from tuner.runs.load_watch import LoadWatch
 from tuner.search.prior import make_simulator
 from tuner.session.new_job import RUNS
 from tuner.session.session import StudySession
+from tuner.study.known_costs import KnownCosts
 from tuner.study.load_selection import LoadSelection
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
@@ -89,6 +91,7 @@ def _run_alone(session: StudySession, console: Console) -> int:
             optimizer = Optimizer(job, bench, begun.record, coordination)
             if not (job.simulated or job.running or shared):
                 optimizer.busy_share = busy_share
+                optimizer.known_costs = _known_costs()
             optimizer.simulator = make_simulator(
                 job.prior, job.target, job.model, observer.note, optimizer.fit_simulator
             )
@@ -105,6 +108,14 @@ def _run_alone(session: StudySession, console: Console) -> int:
     if result.exit_code == INTERRUPTED or result.problem:
         _show(console)(f"go on with: {session.resume_command}")
     return CANNOT_WRITE if result.problem else result.exit_code
+
+
+def _known_costs() -> KnownCosts:
+    """Kept in the cache; nowhere for a user without a home."""
+    try:
+        return KnownCosts(cache_dir() / "study-costs.json")
+    except EngineUserError:
+        return KnownCosts()
 
 
 def _permit_load(session: StudySession, job: Job, console: Console) -> None:

@@ -2,6 +2,7 @@
 
 NO_LADDER = "an axis without a direction is on no ladder, where alone the sign counts"
 LENGTHS = "(len(b) for _, b in values.values())"
+ONE_EACH = "saves work where no config was repeated"
 ALWAYS_THERE = "only axes without a direction are ever absent, and those are on no ladder"
 
 EQUIVALENT: dict[str, dict[str, str]] = {
@@ -18,5 +19,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
     "tuner/study/confirmation.py": {
         "judge_pairs: strict=True → strict=False": "both sides have a run of every pair",
         f"assess_pooled: max({LENGTHS}) → min({LENGTHS})": "every figure has a value of every pair",
+    },
+    "tuner/search/repeats.py": {
+        "merge_repeats: all((len(group) == 1 for group in groups.values())) → False": ONE_EACH,
+        "merge_repeats: len(group) == 1 → len(group) == 0": ONE_EACH,
+        "_distance: math.inf if end <= 0 else abs(math.log(end / value)) → "
+        "-(math.inf if end <= 0 else abs(math.log(end / value)))": "distances are squared",
     },
 }

@@ -43,6 +43,7 @@ from loadgen.target import StartFailed
 
 __all__ = [
     "EngineServer",
+    "EngineUserError",
     "Simulation",
     "Simulator",
     "StepSample",

@@ -17,6 +17,8 @@ MIN_PAIRS, MAX_RESERVED_PAIRS, MAX_PAIRS = 3, 8, 16
 CONFIRM_SHARE = 0.55
 """Share of a time budget that the confirmation may take, unless MIN_PAIRS need more: of ten minutes enough to
 give up a first candidate after three pairs and to prove a second one in four."""
+MIN_DIRECT_PAIRS = 2
+"""Least pairs of a config that no trial found to be better: fewer prove nothing."""
 MIN_USEFUL_TRIALS = 5
 """Trials beside the baseline that a budget should afford."""
 LOADS_SHARE, LOADS_CONFIGS = 0.25, 3
@@ -170,6 +172,8 @@ class Plan:
         loads = f", {format_seconds(self.loads_seconds)} for other loads" if self.loads_seconds else ""
         if self.affordable_trials < 1 and self.pairs:
             pairs = self.pairs_within(self.spent_seconds)
+            if pairs < MIN_DIRECT_PAIRS:
+                return f"{cost}; {self.shortage}"
             return (
                 f"{cost}; of {budget}, {spent} are spent: no trial is affordable beside the confirmation, so "
                 f"the most promising change is put to the proof at once, in up to {pairs} pairs of runs"

@@ -17,7 +17,7 @@ from tuner.search.repeats import judge_repeat
 from tuner.search.study import Study
 from tuner.space.config import Config
 from tuner.space.space import describe_changes
-from tuner.study.budget import MAX_RESERVED_PAIRS, MIN_PAIRS, Clock, Plan
+from tuner.study.budget import MAX_RESERVED_PAIRS, MIN_DIRECT_PAIRS, MIN_PAIRS, Clock, Plan
 from tuner.study.confirmation import (
     Confirmation,
     assess,
@@ -37,8 +37,6 @@ from tuner.study.outcome import (
 )
 from tuner.study.trial import Bench, SetupFailed
 
-MIN_DIRECT_PAIRS = 2
-"""Least pairs of a config that no trial found to be better: fewer prove nothing."""
 MAX_CONFIRMED = 3
 """Candidates that are confirmed, one after the other, where the budget lasts."""
 CONFIRMATION_SETS = 1_000

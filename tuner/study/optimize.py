@@ -31,6 +31,7 @@ from tuner.study.cost import SPENT_ON
 from tuner.study.criteria import Criteria
 from tuner.study.final_trials import FinalTrials
 from tuner.study.first_trials import FirstTrials
+from tuner.study.known_costs import Costs, KnownCosts
 from tuner.study.load_selection import LoadSelection
 from tuner.study.outcome import Outcome, describe_trial
 from tuner.study.trial import Attempt, Bench, ClientKilled, ServerFailed, SetupFailed
@@ -54,6 +55,8 @@ class Optimizer:
     """Makes what the prior simulates configs on, once no server runs; None: nothing to simulate with."""
     busy_share: Callable[[], float] = lambda: 0.0
     """Share of this machine's processors that others take; asked while no server runs."""
+    known_costs: KnownCosts = field(default_factory=KnownCosts)
+    """Of earlier studies."""
     study: Study = field(init=False)
     profile: Profile = field(init=False)
     plan: Plan | None = field(init=False, default=None)
@@ -78,6 +81,7 @@ class Optimizer:
         """
         try:
             self.observer.phase("baseline")
+            self._say_what_is_afforded()
             self._look_for_others()
             with self.coordination.sole("baseline", self._baseline_told):
                 self._baseline()
@@ -91,6 +95,18 @@ class Optimizer:
                     return ended
         finally:
             self._save_spent()
+
+    def _say_what_is_afforded(self) -> None:
+        """Before the first start, as far as an earlier study tells."""
+        job = self.job
+        if job.budget is None or job.simulated or job.running or self.record.user_attrs.get("profile"):
+            return
+        if (costs := self.known_costs.of(job)) is None:
+            self.observer.note(
+                "no start of this server is remembered: what the budget affords is said after it"
+            )
+        else:
+            self.observer.note(f"as in the last study of this server, {costs.plan(job).describe()}")
 
     def _look_for_others(self) -> None:
         """Keep the largest share that other programs were seen to take."""
@@ -269,8 +285,14 @@ class Optimizer:
             spent_seconds=self.clock.spent,
             exclusive=self.bench.target.exclusive,
         )
-        if self.bench.target.restartable:
-            self.observer.note(self.plan.describe())
+        if not self.bench.target.restartable:
+            return
+        self.observer.note(self.plan.describe())
+        if baseline.status != "failed" and not self.job.simulated:
+            plan, trial = self.plan, baseline.seconds["total"]
+            profile = max(0.0, self.clock.spent - trial)
+            costs = Costs(plan.start_seconds, profile, trial, plan.run_seconds, plan.exclusive)
+            self.known_costs.keep(self.job, costs)
 
     # The search.
 

@@ -13,7 +13,7 @@ from analytic_target import AnalyticTarget, stall
 from servers.slo.objective import Objective
 from tuner.runs.result import BASELINE, SERVES, Measurement, Reading, TrialResult
 from tuner.search.model import ModelStrategy
-from tuner.search.repeats import merge_repeats
+from tuner.search.repeats import judge_repeat, merge_repeats
 from tuner.search.strategy import History, TpeStrategy, by_measurement
 from tuner.search.surrogates import Surrogates
 from tuner.space.space import build_space, config_key, effective
@@ -82,6 +82,58 @@ def test_a_repeat_counts_as_if_it_had_the_draw_that_all_share() -> None:
     assert config.violations["ttft_es95"] == pytest.approx(-0.05)
     assert config.feasible
     assert not first.feasible
+
+
+def test_the_interval_of_a_repeat_is_put_as_if_it_had_the_draw_that_all_share() -> None:
+    own = told(0, 2048, 0.3), told(1, 2048, 0.6, request_set=1)
+    parts = told(2, 512, 0.2, spread=0.3), told(3, 512, 0.4, spread=0.3, request_set=1)
+    alike = told(2, 512, 0.2, spread=0.3), told(3, 512, 0.2, spread=0.3, request_set=1)
+    same = told(0, 2048, 0.3), told(1, 2048, 0.3, request_set=1)
+    ours, theirs = (
+        merge_repeats((*b, *c))[1].reading(SLO.objective) for b, c in ((own, parts), (same, alike))
+    )
+    assert (ours.low, ours.high) == pytest.approx((theirs.low, theirs.high))
+
+
+def test_the_baseline_is_known_by_its_origin_wherever_it_stands() -> None:
+    """Its repeat is harder by half, the candidate's only as hard: it is better than it looks."""
+    own = told(0, 2048, 0.3), told(2, 2048, 0.45, request_set=1)
+    parts = told(1, 512, 0.2), told(3, 512, 0.3, request_set=1)
+    assert merge_repeats((*parts, *own))[0].value(SLO.objective) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("seen", [0.0, math.inf, math.nan])
+@pytest.mark.parametrize("where", [0, 1])
+def test_a_baseline_without_a_value_says_nothing_of_how_hard_a_draw_is(seen: float, where: int) -> None:
+    own = [told(0, 2048, 0.3), told(1, 2048, 0.45, request_set=1)]
+    overwrite(own[where], "itl_es99", Reading(seen, 100))
+    parts = told(2, 512, 0.2), told(3, 512, 0.3, request_set=1)
+    assert merge_repeats((*own, *parts))[1].value(SLO.objective) == pytest.approx((0.2 * 0.3) ** 0.5)
+
+
+def test_without_the_shared_draw_repeats_stand_as_they_were_measured() -> None:
+    """As where the baseline's first trial did not serve."""
+    own = [replace(told(n, 2048, 0.3 * n, request_set=n), origin=BASELINE) for n in (1, 2)]
+    parts = [told(3, 512, 0.2, request_set=1), told(4, 512, 0.3, request_set=2)]
+    assert merge_repeats((*own, *parts))[1].value(SLO.objective) == pytest.approx((0.2 * 0.3) ** 0.5)
+
+
+def test_of_trials_that_came_to_nothing_the_first_stands_for_the_config() -> None:
+    lost = [replace(told(n, 512, 0.2), status="interrupted") for n in (1, 2)]
+    assert [r.number for r in merge_repeats((told(0, 2048, 0.3), *lost))] == [0, 1]
+
+
+def test_a_repeat_is_held_against_the_baseline_under_the_same_requests() -> None:
+    repeat, own = told(1, 512, 0.2, ttft=1.5, request_set=1), told(2, 2048, 0.3, request_set=1)
+    judged = judge_repeat(repeat, own, SLO.relative)
+    assert judged.judged
+    assert judged.violations["ttft_es95"] == pytest.approx(1 - 1.2 / 1.5)
+    overwrite(own, "ttft_es95", Reading(math.nan))  # then this draw says nothing of that bound
+    assert judge_repeat(repeat, own, SLO.relative).violations["ttft_es95"] == -0.2
+    assert not judge_repeat(repeat, None, SLO.relative).judged
+    failed = replace(repeat, measurement=None, status="failed")
+    assert judge_repeat(failed, own, SLO.relative) is failed
+    assert judge_repeat(failed, None, SLO.relative) is failed
 
 
 def test_a_repeat_whose_baseline_has_no_repeat_does_not_count() -> None:

@@ -16,6 +16,7 @@ from servers.slo.objective import parse_slo
 from tuner.job.job import Job
 from tuner.runs.interrupts import Interrupts
 from tuner.space.space import config_key
+from tuner.study.known_costs import KnownCosts
 from tuner.study.observer import Observer
 from tuner.study.optimize import Optimizer
 from tuner.study.trial import WATCHDOG_FACTOR, WATCHDOG_SECONDS, Bench
@@ -58,11 +59,42 @@ class ClockedServer(AnalyticServer):
         return super().run(schedule, progress, stop)
 
 
+class Notes(Observer):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def trial_begins(self, *told: Any) -> None:
+        self.notes.append("trial")
+
+
+def test_what_a_budget_affords_is_said_before_the_first_start(tmp_path: Path) -> None:
+    """As far as an earlier study tells; another server, or a file that is none, tells nothing."""
+    known = KnownCosts(tmp_path / "cache" / "costs.json")
+    for budget, said in (
+        (400.0, "no start of this server is remembered"),
+        (400.0, "as in the last study of this server, a start costs"),
+        (60.0, "affords no other trial"),
+    ):
+        diary = Notes()
+        study(tmp_path, observer=diary, known_costs=known, strategy="random", budget=budget)
+        first = diary.notes[: diary.notes.index("trial")]
+        assert [note for note in first if said in note], first
+    assert known.of(Job(target="vllm", run_seconds=20.0)) is None
+    assert known.of(Job(run_seconds=20.0)) is not None
+    known.file.write_text('{"a": {"start": "soon"}}')
+    assert known.of(Job(run_seconds=20.0)) is None
+
+
 def study(tmp_path: Path, **job: Any) -> tuple[Any, Any, Any]:
     target = ClockedTarget(job.pop("hangs", 0))
+    observer, known = job.pop("observer", Observer()), job.pop("known_costs", KnownCosts())
     record = open_study(optuna.storages.InMemoryStorage(), "s", parse_slo("itl").objective)
-    bench = Bench(target, Observer(), Interrupts(), tmp_path)
+    bench = Bench(target, observer, Interrupts(), tmp_path)
     optimizer = Optimizer(Job(**{"rate": 1.0, "run_seconds": 20.0, **job}), bench, record)
+    optimizer.known_costs = known
     return optimizer, optimizer.run(), target.seconds
 
 
