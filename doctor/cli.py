@@ -67,7 +67,7 @@ def doctor(
         typer.Option(help="The server's log: its flags; alone, also the source of what it reports on load."),
     ] = None,
     bench: Annotated[
-        Path | None, typer.Option(help="The JSON that vllm bench serve saved: can its figures be relied on?")
+        Path | None, typer.Option(help="The result of vllm bench serve or another tool: can it be relied on?")
     ] = None,
     flags: Annotated[
         str | None,

@@ -22,6 +22,7 @@ from loadgen.commands import (
 )
 from loadgen.commands.options import Load, with_options
 from loadgen.commands.server_options import Server
+from loadgen.commands.stated import is_stated, report_stated
 from loadgen.output.terminal import (
     FAILED,
     INTERRUPTED,
@@ -125,7 +126,13 @@ def run(
 
 @bench.command()
 def report(
-    file: Annotated[Path, typer.Argument(help="Records written by `vtune bench run --json/--out`.")],
+    file: Annotated[
+        Path,
+        typer.Argument(
+            help="Records written by `vtune bench run --json/--out`, or results of vllm bench serve, SGLang, "
+            "GuideLLM, AIPerf, genai-bench, LLMPerf or inference-perf."
+        ),
+    ],
     html_file: Annotated[
         Path | None, typer.Option("--html", help="Write an offline HTML report here.")
     ] = None,
@@ -134,7 +141,7 @@ def report(
     ] = None,
     format: Annotated[RunFormat, typer.Option(help="What is printed.")] = RunFormat.TEXT,
 ) -> None:
-    """Print a saved run again.
+    """Print a saved run again, or what another tool's file states, and what it cannot say.
 
     Examples:
 
@@ -144,12 +151,18 @@ def report(
 
       vtune bench report runs/a --slo itl_p99<50ms --format junit
 
+      vtune bench report vllm-bench.json --slo ttft_p99<2s
+
     Exit codes: 0 printed, 1 a bound of --slo is missed, 2 no saved run.
     """
     from loadgen.measure.record import Records
     from servers.slo.bounds import parse_bounds
 
     bounds = parse_bounds(slo) if slo else ()
+    if is_stated(file):
+        if html_file:
+            raise UserError(f"--html: {file} holds figures without requests; use --format markdown")
+        raise typer.Exit(FAILED if report_stated(file, bounds, format.value) else 0)
     records = Records.load(file / "records.json" if file.is_dir() else file)
     _write(records, bounds, None, None, html_file)
     if _print(records, bounds, format):

@@ -93,6 +93,8 @@ class Comparison:
     b: Mapping[str, Any] = field(default_factory=dict)
     together: bool = True
     notes: tuple[str, ...] = ()
+    told: str = ""
+    """How the runs came about, where not this program made them."""
 
     def row(self, metric: str) -> ComparedMetric:
         """Raises FigureError for a metric that was not compared."""
@@ -277,19 +279,26 @@ def _count_row(
 ) -> ComparedMetric:
     """Totals: none on side B passes; more than on side A by more than chance is a regression."""
     name, cls = split_metric(metric)
+    if name == "failed":
+        measured = (
+            sum(side.value("measured", cls) for side in sides) for sides in zip(*summaries, strict=True)
+        )
+        total_a, total_b = measured
+        return failures_row(metric, a, total_a, b, total_b)
+    nan = math.nan
+    verdict: Verdict = "pass" if b <= a else "regress"
+    return ComparedMetric(metric, a, b, nan, nan, nan, nan, 0.0, verdict)
+
+
+def failures_row(metric: str, a: float, total_a: float, b: float, total_b: float) -> ComparedMetric:
+    """``a`` failures of ``total_a`` requests against those of B."""
     nan = math.nan
     if b <= a:
         return ComparedMetric(metric, a, b, nan, nan, nan, nan, 0.0, "pass")
-    if name == "failed":
-        total_a, total_b = (
-            sum(side.value("measured", cls) for side in sides) for sides in zip(*summaries, strict=True)
-        )
-        p = _more_failures(int(a), int(total_a), int(b), int(total_b))
-        verdict: Verdict = "regress" if p < 0.05 else "inconclusive"
-        return ComparedMetric(
-            metric, a, b, nan, nan, nan, p, 0.0, verdict, f"of {total_a:.0f} and {total_b:.0f} requests"
-        )
-    return ComparedMetric(metric, a, b, nan, nan, nan, nan, 0.0, "regress")
+    p = _more_failures(int(a), int(total_a), int(b), int(total_b))
+    verdict: Verdict = "regress" if p < 0.05 else "inconclusive"
+    note = f"of {total_a:.0f} and {total_b:.0f} requests"
+    return ComparedMetric(metric, a, b, nan, nan, nan, p, 0.0, verdict, note)
 
 
 def _more_failures(failed_a: int, total_a: int, failed_b: int, total_b: int) -> float:

@@ -1,28 +1,24 @@
-"""The result of ``vllm bench serve`` (its JSON) as a source: latencies and rates, no gauges."""
+"""A benchmark's result, of ``vllm bench serve`` or another tool, as a source: latencies and rates only."""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from statistics import fmean
 
 from doctor.metrics.evaluators import Evaluator, Group, Numbers
 from doctor.metrics.promql import PromQL
 from doctor.metrics.signals import Node, Signal
 from doctor.metrics.sources import Observation, Source
+from loadgen.foreign.read import read_results
+from loadgen.foreign.result import STATISTICS, ForeignError, StatedResult
 from servers.errors import SourceError
-from servers.input_file import read_input
-from servers.kinds import VLLM
+from servers.kinds import SGLANG, VLLM
 from servers.reading import Missing, Number, Reading
 
-_SECONDS = {
-    f"{signal}_{ours}": f"{theirs}_{name}_ms"
-    for signal, name in (("ttft", "ttft"), ("itl", "itl"), ("tpot", "tpot"), ("e2e", "e2el"))
-    for ours, theirs in (("mean", "mean"), ("p50", "median"), ("p90", "p90"), ("p95", "p95"), ("p99", "p99"))
-}
-"""Our signal, and the file's key in milliseconds."""
+_LATENCIES = (("ttft", "ttft"), ("itl", "inter_chunk"), ("tpot", "tpot"), ("e2e", "e2e"))
+"""Our signals, and the stated metrics. The servers' own ITL, too, is the gap between two chunks."""
 
 
 class BenchmarkResult(Source):
@@ -33,35 +29,60 @@ class BenchmarkResult(Source):
         self.name = str(path)
 
     def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
-        """Raises SourceError."""
-        result = self._read()
-        seconds, completed = float(result["duration"]), float(result["completed"])
-        values = {name: result[key] / 1000 for name, key in _SECONDS.items() if _is_number(result.get(key))}
-        values |= {"first_tokens": completed, "finished": completed, "served_total": completed}
-        values["request_rate"] = completed / seconds
-        for name, key in (("prompt", "total_input_tokens"), ("output", "total_output_tokens")):
-            if _is_number(result.get(key)) and completed:
-                values[f"{name}_tokens_mean"] = result[key] / completed
-        if _is_number(result.get("output_throughput")):
-            values["generation_rate"] = float(result["output_throughput"])
-        group = Group.of(model_name=str(result.get("model_id", "")))
+        """Repeats of one load are judged by their means; of several loads, the last. Raises SourceError."""
+        runs, notes = self._runs()
+        facts = _facts(runs)
+        values = dict(_means(runs))
+        if "bench_requests" in facts:
+            values |= dict.fromkeys(("first_tokens", "finished", "served_total"), facts["bench_requests"])
+        group = Group.of(model_name=runs[0].model)
         evaluator = StatedEvaluator(self.name, group, values)
-        facts = _facts(result, seconds, completed)
-        return Observation(self.name, evaluator, "vllm bench serve", seconds, VLLM, (), None, facts)
+        kind = SGLANG if any(run.server == "sglang" for run in runs) else VLLM
+        seconds = facts.get("bench_seconds", 0.0)
+        return Observation(self.name, evaluator, runs[0].tool, seconds, kind, notes, None, facts)
 
-    def _read(self) -> dict[str, Any]:
+    def _runs(self) -> tuple[list[StatedResult], tuple[str, ...]]:
+        """Those of the last load, and what is to be said of them."""
         try:
-            result = json.loads(read_input(self.path))
-        except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
-            raise SourceError(f"--bench {self.path}: cannot be read ({error})") from None
-        needed = ("duration", "completed")
-        if not isinstance(result, dict) or not all(_is_number(result.get(key)) for key in needed):
-            raise SourceError(
-                f"--bench {self.path}: no result of vllm bench serve (it lacks duration, completed)"
+            results = read_results(self.path)
+        except ForeignError as error:
+            raise SourceError(f"--bench {error}") from None
+        runs = [run for run in results if run.asked == results[-1].asked]
+        if any(run.seconds is not None and run.seconds <= 0 for run in runs):
+            raise SourceError(f"--bench {self.path}: a duration of 0 s; nothing was measured")
+        said = [f"{len(runs)} results of one load: judged by their means"] * (len(runs) > 1)
+        if len(runs) < len(results):
+            said.append(
+                f"only the last of several loads is judged ({runs[0].asked}); "
+                f"the others are in vtune bench report {self.path}"
             )
-        if not result["duration"] > 0:
-            raise SourceError(f"--bench {self.path}: duration is {result['duration']}; nothing was measured")
-        return result
+        return runs, (*said, *dict.fromkeys(line for run in runs for line in (*run.faults, *run.limits)))
+
+
+def _means(runs: Sequence[StatedResult]) -> Iterator[tuple[str, float]]:
+    """Our signals; what one of the runs does not state is left out."""
+    stated = {f"{ours}_{name}": f"{theirs}_{name}" for ours, theirs in _LATENCIES for name in STATISTICS}
+    stated |= {"request_rate": "request_rate", "generation_rate": "throughput"}
+    figures = {ours: [run.value(theirs) for run in runs] for ours, theirs in stated.items()}
+    figures["prompt_tokens_mean"] = [run.prompt_tokens or math.nan for run in runs]
+    figures["output_tokens_mean"] = [run.output_tokens or math.nan for run in runs]
+    yield from ((name, fmean(values)) for name, values in figures.items() if all(map(math.isfinite, values)))
+
+
+def _total(runs: Sequence[StatedResult], what: Callable[[StatedResult], float | None]) -> float | None:
+    """None where a run does not state it."""
+    counts = [count for run in runs if (count := what(run)) is not None]
+    return sum(counts) if len(counts) == len(runs) else None
+
+
+def _facts(runs: Sequence[StatedResult]) -> dict[str, float]:
+    counts = {
+        "bench_requests": _total(runs, lambda run: run.completed),
+        "bench_failed": _total(runs, lambda run: run.failed),
+        "bench_seconds": _total(runs, lambda run: run.seconds),
+        "bench_rate_share": min(run.rate_share for run in runs),
+    }
+    return {name: count for name, count in counts.items() if count is not None}
 
 
 class StatedEvaluator(Evaluator):
@@ -88,7 +109,7 @@ class StatedEvaluator(Evaluator):
         return {}
 
     def query(self, signal: Signal) -> str:
-        return f"{self._name}: {_SECONDS.get(signal.name, signal.name)}"
+        return f"{self._name}: {signal.name}"
 
     def read(self, signal: Signal) -> dict[Group, Reading]:
         value = self._values.get(signal.name)
@@ -98,21 +119,3 @@ class StatedEvaluator(Evaluator):
 
     def _carriers(self, key: str) -> frozenset[Group]:
         return frozenset({self._group})
-
-
-def _facts(result: Mapping[str, Any], seconds: float, completed: float) -> dict[str, float]:
-    failed = result.get("failed")
-    if not _is_number(failed):
-        asked = result.get("num_prompts")
-        failed = max(0.0, asked - completed) if _is_number(asked) else 0.0
-    facts = {"bench_requests": completed, "bench_failed": float(failed), "bench_seconds": seconds}
-    try:
-        rate = float(result.get("request_rate", math.inf))
-    except (TypeError, ValueError):
-        rate = math.inf
-    facts["bench_rate_share"] = completed / seconds / rate if 0 < rate < math.inf else 1.0
-    return facts
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

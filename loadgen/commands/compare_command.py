@@ -14,6 +14,7 @@ import typer
 
 from loadgen.commands.connection_options import ConnectionOptions
 from loadgen.commands.options import Load, with_options
+from loadgen.commands.stated import is_stated
 from loadgen.output.terminal import (
     FAILED,
     INCONCLUSIVE,
@@ -95,11 +96,15 @@ def compare_command(
 
       vtune bench compare runs/main runs/branch --gate --format junit
 
+      vtune bench compare vllm-main/ vllm-branch/ --gate
+
     Exit codes: 0 compared (with --gate: no regression), 1 regression, 2 bad usage or no server, 3 invalid,
     4 inconclusive with --fail-on-inconclusive, 130 interrupted.
     """
     from loadgen.compare import compare as run_pairs
     from loadgen.compare import compare_runs
+    from loadgen.foreign.comparison import compare_stated
+    from loadgen.foreign.read import read_results
     from loadgen.target import TargetFailed
     from loadgen.targets.either import EitherTarget
     from servers.connection import masked
@@ -107,7 +112,10 @@ def compare_command(
     check_writable(out)
     try:
         with interruptible() as stop:
-            if Path(a).exists() and Path(b).exists():
+            if Path(a).exists() and Path(b).exists() and is_stated(Path(a)) and is_stated(Path(b)):
+                asked = None if metrics == DEFAULT_METRICS else split_metrics(metrics)
+                found = compare_stated(read_results(Path(a)), read_results(Path(b)), asked)
+            elif Path(a).exists() and Path(b).exists():
                 found = compare_runs(saved_pairs(Path(a), Path(b)), split_metrics(metrics))
             else:
                 load.check()

@@ -124,6 +124,38 @@ def estimate(figure: str, a: Sequence[float], b: Sequence[float], confidence: fl
     return Estimate(figure, pairs, mean_a, mean_b, 1 + mean, max(0.0, 1 + low), 1 + high, p)
 
 
+def estimate_unpaired(
+    figure: str, a: Sequence[float], b: Sequence[float], confidence: float = 0.95
+) -> Estimate:
+    """Of runs that are in no pairs: the difference of the mean logarithms with Welch's interval (Welch 1947).
+
+    One run of a side gives no interval: 0 to infinity, p = 1. Totals have no ratio.
+    """
+    sides = [np.array(side, dtype=float) for side in (a, b)]
+    if figure.partition("{")[0] in TOTALS or not all(len(side) and (side > 0).all() for side in sides):
+        return Estimate(figure, min(map(len, sides)), _mean(sides[0]), _mean(sides[1]))
+    logs = [np.log(side) for side in sides]
+    middle = [float(math.exp(side.mean())) for side in logs]
+    mean, low, high, p = _welch(logs[0], logs[1], confidence)
+    return Estimate(figure, min(map(len, sides)), middle[0], middle[1], _exp(mean), _exp(low), _exp(high), p)
+
+
+def _welch(a: np.ndarray, b: np.ndarray, confidence: float) -> tuple[float, float, float, float]:
+    """(B's mean - A's, its interval, the two-sided p of "no difference")."""
+    mean = float(b.mean() - a.mean())
+    if min(len(a), len(b)) < 2:
+        return mean, -math.inf, math.inf, 1.0
+    parts = [float(side.var(ddof=1)) / len(side) for side in (a, b)]
+    error = math.sqrt(sum(parts))
+    if error == 0:
+        return mean, mean, mean, 1.0 if mean == 0 else 0.0
+    freedom = sum(parts) ** 2 / sum(
+        part**2 / (len(side) - 1) for part, side in zip(parts, (a, b), strict=True)
+    )
+    margin = float(stdtrit(freedom, (1 + confidence) / 2)) * error
+    return mean, mean - margin, mean + margin, 2 * float(stdtr(freedom, -abs(mean) / error))
+
+
 def _student(differences: np.ndarray, confidence: float) -> tuple[float, float, float, float]:
     """(mean, its interval, the two-sided p of "no difference")."""
     n, mean = len(differences), float(differences.mean())

@@ -10,6 +10,8 @@ import msgspec
 from servers.errors import UserError
 
 T = TypeVar("T")
+_HEAD = 200
+"""Bytes among which a damaged file of ours still has its schema."""
 
 
 class SavedFileError(UserError):
@@ -20,6 +22,17 @@ class _Marked(msgspec.Struct):
     """The one member of every saved file that says what the others are."""
 
     schema: Any = None
+
+
+def is_ours(file: Path) -> bool:
+    """Whether a file has one of our schemas, or cannot be read at all (:func:`read` says why)."""
+    try:
+        data = file.read_bytes()
+        return msgspec.json.decode(data, type=_Marked).schema is not None
+    except OSError:
+        return True
+    except (msgspec.DecodeError, RecursionError):
+        return b'"schema"' in data[:_HEAD]
 
 
 def read(kind: type[T], file: Path, schema: str, *, if_missing: str, if_unusable: str) -> T:

@@ -49,6 +49,8 @@ def comparison_values(comparison: Comparison) -> dict[str, Any]:
 
 def how(comparison: Comparison) -> str:
     """Number of pairs, and how the servers were run."""
+    if comparison.told:
+        return comparison.told
     way = "both servers up, loaded in turn" if comparison.together else "servers restarted in turn"
     return f"{len(comparison.pairs)} pairs, {way}"
 

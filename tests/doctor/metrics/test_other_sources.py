@@ -312,6 +312,36 @@ def test_a_benchmark_is_judged_by_whether_it_can_be_relied_on(
     assert ids(diagnose(BenchmarkResult(path))) == found
 
 
+def stated(path: Path, *documents: Mapping[str, Any]) -> Diagnosis:
+    path.write_text("\n".join(map(json.dumps, documents)))
+    return diagnose(BenchmarkResult(path))
+
+
+def test_repeats_of_a_benchmark_are_judged_together(tmp_path: Path) -> None:
+    fine = stated(tmp_path / "twice.json", {**RESULT, "completed": 60, "num_prompts": 60, "request_rate": 0.6},
+                  {**RESULT, "completed": 60, "num_prompts": 60, "request_rate": 0.6})  # fmt: skip
+    assert ids(fine) == set(), "120 requests together"
+    assert "2 results of one load: judged by their means" in fine.notes
+    slow = stated(tmp_path / "loads.json", RESULT, {**RESULT, "request_rate": 8.0})
+    assert ids(slow) == {"invalid-measurement"}
+    assert any("only the last of several loads is judged (8 req/s" in note for note in slow.notes)
+
+
+def test_other_tools_results_are_judged_as_far_as_they_go(tmp_path: Path) -> None:
+    summary = {
+        "results_ttft_s_quantiles_p99": 0.5,
+        "results_ttft_s_mean": 0.18,
+        "results_num_requests_started": 480,
+        "results_number_errors": 0,
+    }
+    unknown = stated(tmp_path / "llmperf.json", summary)
+    assert ids(unknown) == set()
+    assert any("does not state its duration" in note for note in unknown.notes)
+    assert ids(stated(tmp_path / "errors.json", {**summary, "results_number_errors": 9})) == {
+        "invalid-measurement"
+    }
+
+
 def test_another_file_is_no_benchmark(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     for text in ("{}", "[1]", "{", json.dumps({**RESULT, "duration": 0})):
