@@ -318,8 +318,8 @@ def stated(path: Path, *documents: Mapping[str, Any]) -> Diagnosis:
 
 
 def test_repeats_of_a_benchmark_are_judged_together(tmp_path: Path) -> None:
-    fine = stated(tmp_path / "twice.json", {**RESULT, "completed": 60, "num_prompts": 60, "request_rate": 0.6},
-                  {**RESULT, "completed": 60, "num_prompts": 60, "request_rate": 0.6})  # fmt: skip
+    half = {**RESULT, "completed": 60, "num_prompts": 60, "request_rate": 0.6}
+    fine = stated(tmp_path / "twice.json", half, half)
     assert ids(fine) == set(), "120 requests together"
     assert "2 results of one load: judged by their means" in fine.notes
     slow = stated(tmp_path / "loads.json", RESULT, {**RESULT, "request_rate": 8.0})
