@@ -25,7 +25,7 @@ platform has just one; ``guessed``: it may be another."""
 
 _SECRET = re.compile(r"(^|_)(api_keys?|token|password)$")
 # Known only from metrics, a log or the command line: there is no default to guess.
-_OBSERVED = ("max_model_len", "block_size", "num_gpu_blocks", "kv_cache_tokens")
+_OBSERVED = ("max_model_len", "block_size", "num_gpu_blocks", "kv_cache_tokens", "max_loras")
 SWITCHES = frozenset({"enable_prefix_caching", "enable_chunked_prefill", "enforce_eager"})
 FLAG_NAMES = frozenset([*defaults.NAMES, *_OBSERVED])
 """The flags that rules may name. Switches are 0 or 1; num_gpu_blocks_override is 0 where it is not set."""
@@ -67,6 +67,8 @@ class Flags:
     """Of what is in ``raw``."""
     unknown: tuple[str, ...] = ()
     """Those given that no release of this kind of server has, as far as is known here."""
+    complete: bool = False
+    """Whether what is not in ``raw`` is not set: the command is known."""
 
     def reading(self, name: str) -> Reading:
         if name in self.known:
@@ -131,7 +133,7 @@ def resolve(
         for name, value in _numbers(values).items():
             source = "speculative_config" if name == "num_speculative_tokens" else name
             known[name] = Flag(name, _typed(value), origins.get(source, origin), Number.exactly(value))
-    return Flags(_in_harmony(known, kind.rules), kind, platform.version, raw, origins, unknown)
+    return Flags(_in_harmony(known, kind.rules), kind, platform.version, raw, origins, unknown, complete)
 
 
 def _unknown(given: Mapping[str, Any], kind: ServerKind) -> Iterable[str]:
@@ -210,10 +212,16 @@ def _from_log(log: LogFacts) -> dict[str, Any]:
 
 
 def _from_metrics(labels: Mapping[str, str]) -> dict[str, Any]:
-    """What ``cache_config_info`` holds."""
+    """What ``cache_config_info`` holds, and ``max_loras``."""
     values: dict[str, Any] = {
         name: labels[name]
-        for name in ("block_size", "num_gpu_blocks", "gpu_memory_utilization", "enable_prefix_caching")
+        for name in (
+            "block_size",
+            "num_gpu_blocks",
+            "gpu_memory_utilization",
+            "enable_prefix_caching",
+            "max_loras",
+        )
         if name in labels
     }
     for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes"):

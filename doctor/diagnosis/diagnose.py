@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from doctor.diagnosis.coverage import not_judged
 from doctor.diagnosis.engine_view import EngineView, engine_views, with_baseline
 from doctor.diagnosis.finding import CannotTell, Diagnosis, Evidence, Finding
 from doctor.diagnosis.fleet import fleets
@@ -84,7 +85,7 @@ def diagnose(
         engines=tuple(view.name for view in examined),
         flags={view.name: view.flags for view in examined},
         notes=(*observation.notes, *_remarks(examined)),
-        ranks=any(view.constants["ranks"] > 1 for view in examined),
+        not_judged=not_judged(examined, observation.evaluator.keys),
         fleets=fleets(observation.evaluator, examined),
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from doctor.diagnosis.adapters import adapters_of
 from doctor.diagnosis.judged_objectives import JudgedObjectives
 from doctor.diagnosis.objective_judgement import (
     Measured,
@@ -73,7 +74,7 @@ class EngineView:
     @property
     def idle(self) -> bool:
         """No request was seen in the window."""
-        return self._all_zero("running_max", "waiting_max", "first_tokens")
+        return self._all_zero("running_max", "waiting_max", "deferred_mean", "first_tokens")
 
     def excuses(self, missing: Iterable[Missing]) -> bool:
         """Whether a rule does not apply here, rather than being undecided.
@@ -110,7 +111,7 @@ def engine_views(
     buckets = {key: evaluator.bounds(key) for key in histograms_of(slo)}
     version = observation.version or (log.version if log else None) or (command.version if command else None)
     queries = {name: evaluator.query(signal) for name, signal in signals.items()}
-    configs = evaluator.cache_config()
+    configs = [labels for labels, _ in evaluator.samples("cache_config")]
     kind = kind or observation.kind
     lacking = never_had(kind, version, evaluator.available)
     names = _names(evaluator.groups, observation.name)
@@ -119,7 +120,10 @@ def engine_views(
     told = {**log.durations, **log.incidents} if log else {}
     seen = []
     for group in evaluator.groups:
-        config = _config_of(group, configs)
+        config = {**_config_of(group, configs)}
+        adapters = adapters_of(group, evaluator.samples("adapters"), observation.window_s)
+        if adapters.slots is not None:
+            config["max_loras"] = str(adapters.slots)
         flags = server_flags.resolve(
             command.flags if command else None,
             log,
@@ -140,7 +144,7 @@ def engine_views(
                 names[group],
                 readings,
                 {**queries, **drafts[1]},
-                _infer(flags, readings),
+                _infer(flags, readings, adapters.full and "deferred" not in evaluator.keys),
                 {
                     **slo.values,
                     **assume,
@@ -148,6 +152,10 @@ def engine_views(
                     **told,
                     "ranks": float(ranks[_server_of(group)]),
                     "servers": float(servers[group.peers]),
+                    "adapters_running": float(adapters.running),
+                    "adapters_waiting": float(adapters.waiting),
+                    "adapters_seen": float(adapters.seen),
+                    "reasons_told": float("deferred" in evaluator.keys),
                 },
                 judgements(slo, measured),
             )
@@ -195,12 +203,12 @@ def _server_of(group: Group) -> Group:
     return group.without([name for name, _ in group.labels if is_rank(name)])
 
 
-def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[str, str] | None:
+def _config_of(group: Group, configs: Sequence[Mapping[str, str]]) -> Mapping[str, str]:
     """``cache_config_info`` carries no model name: the labels that it shares with an engine's must agree."""
     for labels in configs:
         if all(labels.get(name, "") in ("", value) for name, value in group.labels):
             return labels
-    return None
+    return {}
 
 
 def _never(signal: Signal, reading: Reading, lacking: frozenset[str]) -> Reading:
@@ -250,7 +258,7 @@ def _drafts(
     )
 
 
-def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
+def _infer(flags: Flags, readings: Mapping[str, Reading], held_by_adapters: bool) -> Flags:
     """Read off the metrics what no metric says outright."""
     flags = _at_least_what_runs(_infer_budget(_infer_speculation(flags, readings), readings), readings)
     wanted = (
@@ -259,18 +267,25 @@ def _infer(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
         "waiting_share",
         "kv_max",
         "decode_per_prefill",
+        "scrapes",
+        "running_last",
+        "waiting_last",
+        "waiting_mean",
+        "deferred_mean",
     )
     found = [reading.point for name in wanted if isinstance(reading := readings[name], Number)]
-    if flags.known["max_num_seqs"].certain or len(found) < len(wanted):
+    if flags.known["max_num_seqs"].certain or len(found) < len(wanted) or held_by_adapters:
         return flags
-    most, usual, waiting, kv, decode = found
+    most, usual, waiting, kv, decode, scrapes, last, queue, queued, deferred = found
     # Requests wait, the KV pool has room, and running stays at its maximum: that maximum is the cap. A slot
     # is empty for a step whenever a request finishes, hence half a slot less. Two or three of them can also
     # be what a small token budget admits; then they are held by prefill and not by decoding.
     # A wide batch that only grew has a level of its own: it is flat where it is within 1.5 % of its maximum.
     room = max(0.1 * min(most, 16), 0.015 * most)
     flat = usual > most - room if most >= 16 or (most >= 4 and decode <= 1) else usual > 0.8 * most - 0.5
-    possible = most >= flags.known["max_num_seqs"].number.low
+    # One scrape with a queue says nothing of a level: it takes two, or the queue and the level at the end.
+    held = waiting * (scrapes - 1) > 1.5 or (queue > 0 and last > most - room)
+    possible = held and queued >= deferred and most >= flags.known["max_num_seqs"].number.low
     if possible and waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > 1):
         return flags.with_flag(server_flags.inferred("max_num_seqs", most, most, most))
     return flags

@@ -16,8 +16,6 @@ from servers.known_flags import Flag, Flags
 from servers.reading import Missing, Number
 
 SCHEMA = "vtune.doctor/1"
-_RANKS = "data parallel ranks against each other"
-_NOT_JUDGED = ("LoRA", "MoE expert balance", _RANKS, "prefill/decode disaggregation")
 
 
 @dataclass(frozen=True)
@@ -97,17 +95,12 @@ class Diagnosis:
     idle: bool
     engines: tuple[str, ...]
     notes: tuple[str, ...]
-    ranks: bool
-    """Whether a server tells of several data-parallel ranks: they are judged against each other then."""
+    not_judged: tuple[str, ...]
+    """What no rule could look at in this window, although the server may have it."""
     fleets: tuple[Fleet, ...] = ()
     """The models that several engines serve, each as one."""
     flags: Mapping[str, Flags] = field(default_factory=dict)
     """What each engine was judged by."""
-
-    @property
-    def not_judged(self) -> list[str]:
-        """What no rule looks at."""
-        return [what for what in _NOT_JUDGED if what != _RANKS or not self.ranks]
 
     def worst(self) -> Severity | None:
         """The highest severity among findings that nothing else explains."""
@@ -147,7 +140,7 @@ class Diagnosis:
             "fleets": [_fleet_json(fleet) for fleet in self.fleets],
             "healthy": self.healthy,
             "idle": self.idle,
-            "not_judged": self.not_judged,
+            "not_judged": list(self.not_judged),
             "notes": list(self.notes),
         }
 

@@ -54,10 +54,16 @@ TOLD: Mapping[str, str] = {
     "bench_rate_share": _BENCH,
     "ranks": _LABELS,
     "servers": _LABELS,
+    "adapters_running": _LABELS,
+    "adapters_waiting": _LABELS,
+    "adapters_seen": _LABELS,
+    "reasons_told": _LABELS,
 }
 """What neither signals nor flags hold, by name, with who says. ``ranks``: how many data-parallel ranks the
-server has; ``servers``: how many servers share its load. Beside them, ``baseline_X`` is the signal or flag
-X of an earlier recording."""
+server has; ``servers``: how many servers share its load; ``adapters_running``, ``adapters_waiting``: LoRA
+adapters, most at once; ``adapters_seen``: different ones in the window; ``reasons_told``:
+1 where the server says what its requests wait for. Beside them, ``baseline_X`` is the
+signal or flag X of an earlier recording."""
 
 
 def told_by(name: str) -> str | None:

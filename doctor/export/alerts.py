@@ -128,7 +128,8 @@ def _must_exist(key: str, compiler: RuleCompiler) -> bool:
 
 def _absence(key: str, blinded: Sequence[str], compiler: RuleCompiler) -> dict[str, Any]:
     metric = METRICS[key]
-    name = compiler.promql.names(metric, "_count" if metric.kind == "histogram" else "")[0]
+    names = compiler.promql.names(metric, "_count" if metric.kind == "histogram" else "")
+    name = names[-1 if metric.where else 0]  # what older servers have as well
     window = promql_duration(compiler.promql.window_ms)
     return {
         "alert": "VtuneCannotTell",

@@ -15,6 +15,7 @@ from loadgen.foreign.read import read_results
 from loadgen.foreign.result import STATISTICS, ForeignError, StatedResult
 from servers.errors import SourceError
 from servers.kinds import SGLANG, VLLM
+from servers.metrics.identity import Sample
 from servers.reading import Missing, Number, Reading
 
 _LATENCIES = (("ttft", "ttft"), ("itl", "inter_chunk"), ("tpot", "tpot"), ("e2e", "e2e"))
@@ -99,7 +100,7 @@ class StatedEvaluator(Evaluator):
     def of_fleet(self) -> StatedEvaluator:
         return self
 
-    def cache_config(self) -> list[Mapping[str, str]]:
+    def samples(self, key: str) -> Sequence[Sample]:
         return []
 
     def numbers(self, node: Node) -> Numbers:

@@ -121,8 +121,8 @@ class Evaluator(ABC):
         """Sample names with data in the window, by the server's own."""
 
     @abstractmethod
-    def cache_config(self) -> list[Mapping[str, str]]:
-        """Labels of every ``cache_config_info`` series."""
+    def samples(self, key: str) -> Sequence[Sample]:
+        """The series of a metric with their last values; of a histogram those of its counts."""
 
     @abstractmethod
     def numbers(self, node: Node) -> Numbers:
@@ -167,6 +167,11 @@ class Evaluator(ABC):
         """The first source whose metrics are exposed, or the first."""
         usable = (source for source in signal.sources if all(map(self._has, metrics_of(source))))
         return next(usable, signal.sources[0])
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Keys of the catalogue's metrics with data in the window."""
+        return frozenset(filter(self._has, METRICS))
 
     def _has(self, key: str) -> bool:
         metric = METRICS[key]
@@ -261,7 +266,7 @@ class ScrapeEvaluator(Evaluator):
         """``slo``: as of :class:`PromQL`."""
         promql = PromQL(span.end - span.start, span.step, slo=slo)
         seen = cls(_cut(recording.series, span), span, promql)
-        return seen._as(identity=identity_of({key: seen._samples(key) for key in METRICS}))
+        return seen._as(identity=identity_of({key: seen.samples(key) for key in METRICS}))
 
     def _as(self, **changes: Any) -> ScrapeEvaluator:
         """The same series, read otherwise."""
@@ -273,9 +278,6 @@ class ScrapeEvaluator(Evaluator):
     @cached_property
     def _of_servers(self) -> ScrapeEvaluator:
         return self._as(identity=self.promql.identity.of_servers())
-
-    def cache_config(self) -> list[Mapping[str, str]]:
-        return [labels for labels, _ in self._samples("cache_config")]
 
     def numbers(self, node: Node) -> Numbers:
         identity = self.promql.identity
@@ -357,7 +359,7 @@ class ScrapeEvaluator(Evaluator):
     def _carriers(self, key: str) -> frozenset[Group]:
         return frozenset(group for group, _, _ in self._columns(key, COUNTS[METRICS[key].kind]))
 
-    def _samples(self, key: str) -> list[Sample]:
+    def samples(self, key: str) -> list[Sample]:
         columns = self._columns(key, COUNTS[METRICS[key].kind])
         return [(series.labels, float(series.values[-1])) for _, _, series in columns]
 
@@ -369,11 +371,13 @@ class ScrapeEvaluator(Evaluator):
             for name in METRICS[key].names:
                 for spelled in self.available.get(name + suffix, ()):
                     for series in self._series[spelled]:
-                        if roles.count(series.labels):
-                            group = Group(roles.engine(series.labels))
-                            once = roles.once(series.labels) if roles.copies else None
-                            column = (group if by is None else group.only(by), once, series)
-                            found.setdefault(tuple(sorted(series.labels.items())), column)
+                        labels = METRICS[key].labels(name, series.labels)
+                        if labels is not None and roles.count(labels):
+                            group = Group(roles.engine(labels))
+                            once = roles.once(labels) if roles.copies else None
+                            own = replace(series, labels=labels)
+                            column = (group if by is None else group.only(by), once, own)
+                            found.setdefault(tuple(sorted(labels.items())), column)
             self._found[key, suffix] = list(found.values())
         return self._found[key, suffix]
 

@@ -64,10 +64,11 @@ class PrometheusEvaluator(Evaluator):
             names,
             {
                 key: [
-                    own
+                    (labels, value)
                     for name in metric.names
                     for spelled in names.get(name + COUNTS[metric.kind], ())
-                    for own in samples.get(spelled, ())
+                    for own, value in samples.get(spelled, ())
+                    if (labels := metric.labels(name, own)) is not None
                 ]
                 for key, metric in catalog.METRICS.items()
             },
@@ -87,10 +88,8 @@ class PrometheusEvaluator(Evaluator):
     def of_fleet(self) -> PrometheusEvaluator:
         return PrometheusEvaluator(self._ask, replace(self.promql, by=PEERS), self._seen)
 
-    def cache_config(self) -> list[Mapping[str, str]]:
-        if not self._has("cache_config"):
-            return []
-        return [element["metric"] for element in self._ask(self.promql.labels("cache_config"))]
+    def samples(self, key: str) -> Sequence[Sample]:
+        return self._seen.samples[key]
 
     def read_all(self, signals: Sequence[Signal]) -> dict[str, dict[Group, Reading]]:
         sources = [self._source(signal) for signal in signals]

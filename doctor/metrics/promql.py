@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from doctor.metrics.signals import (
@@ -29,7 +29,7 @@ from doctor.metrics.signals import (
     counted,
     metrics_of,
 )
-from servers.metrics.catalog import METRICS, Metric
+from servers.metrics.catalog import METRICS, Metric, plain
 from servers.metrics.identity import PEERS, Identity
 
 _BY_PEERS = f"by ({', '.join(PEERS)})"
@@ -205,23 +205,30 @@ class PromQL:
         return replace(self, selector=self.selector.removesuffix(matcher).rstrip(","))
 
     def names(self, metric: Metric, suffix: str) -> list[str]:
-        """The sample names to ask for, newest first."""
+        """The sample names to ask for, newest first. Where it is unknown which there are, the newest; of one
+        whose series are chosen by a label, which older servers lack, all."""
         names = [name + suffix for name in metric.names]
         here = self.available or {}
-        return [spelled for name in names for spelled in here.get(name, ())] or names[:1]
+        known = [spelled for name in names for spelled in here.get(name, ())]
+        return known or (names if metric.where else names[:1])
 
     def _ranges(self, key: str, suffix: str, function: str, matcher: str = "") -> str:
-        where = self._where(*self._whole(key), matcher)
         window = promql_duration(self.window_ms)
         offset = f" offset {promql_duration(self.offset_ms)}" if self.offset_ms else ""
-        return " or ".join(
-            f"{function}({name}{where}[{window}]{offset})" for name in self.names(METRICS[key], suffix)
-        )
+        return self._either(key, suffix, lambda series: f"{function}({series}[{window}]{offset})", matcher)
 
     def _instant(self, key: str) -> str:
-        where = self._where(*self._whole(key))
-        names = self.names(METRICS[key], "")
-        return self._combined(key, " or ".join(name + where for name in names))
+        return self._combined(key, self._either(key, "", str))
+
+    def _either(self, key: str, suffix: str, write: Callable[[str], str], matcher: str = "") -> str:
+        """What is written of each name's series; of one that two names have, the newer's."""
+        texts = []
+        for name in self.names(METRICS[key], suffix):
+            chosen = METRICS[key].chosen_by(plain(name))
+            own = "" if chosen is None else f'{chosen[0]}="{chosen[1]}"'
+            text = write(name + self._where(own, *self._whole(key), matcher))
+            texts.append(text if chosen is None else f"max without ({chosen[0]}) ({text})")
+        return " or ".join(texts)
 
     def _sum(self, gauges: tuple[str, ...]) -> str:
         texts = [self._instant(gauge) for gauge in gauges]

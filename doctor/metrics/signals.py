@@ -193,12 +193,15 @@ def _signal(name: str, unit: SignalUnit, help: str, *sources: Node) -> Signal:
     return Signal(name, unit, help, sources)
 
 
+_WAITING = GaugeCondition(("queue",), 0)
+"""For capacity. A server that tells no reasons (vLLM before 0.20) has one queue."""
 _BUSY = GaugeCondition(("running",), 0)
-_WAITING = GaugeCondition(("waiting",), 0)
 _ACTIVE = GaugeCondition(("running", "waiting"), 0)
 _FULL = GaugeCondition(("kv_usage",), 0.95)
 _HIGH = GaugeCondition(("kv_usage",), 0.9)
 _LOAD = Sum((OverTime("running", "avg"), OverTime("waiting", "avg")))
+_NONE = Product(Constant(0.0), OverTime("running", "last"))
+"""Of what a server does not tell, and a rule must not wait for."""
 
 # What a step takes is a fixed part (the weights are read, kernels launched) and a part for each token in it.
 # A step serves at least ten sequences in the time of its fixed part: 13 are the least of the devices measured
@@ -227,11 +230,31 @@ SIGNALS: dict[str, Signal] = {
             "mean of running while any runs and others wait",
             MeanWhile("running", (_WAITING, _BUSY)),
         ),
-        _signal("waiting_mean", "requests", "mean of waiting requests", OverTime("waiting", "avg")),
-        _signal("waiting_max", "requests", "most requests waiting", OverTime("waiting", "max")),
-        _signal("waiting_last", "requests", "waiting at the end", OverTime("waiting", "last")),
-        _signal("waiting_delta", "requests", "change of waiting", OverTime("waiting", "delta")),
-        _signal("waiting_slope", "1/s", "slope of waiting", OverTime("waiting", "deriv")),
+        _signal(
+            "waiting_mean",
+            "requests",
+            "mean of requests that wait for capacity",
+            OverTime("queue", "avg"),
+        ),
+        _signal(
+            "waiting_max",
+            "requests",
+            "most requests waiting",
+            OverTime("queue", "max"),
+        ),
+        _signal(
+            "waiting_last",
+            "requests",
+            "waiting at the end",
+            OverTime("queue", "last"),
+        ),
+        _signal(
+            "waiting_delta",
+            "requests",
+            "change of waiting",
+            OverTime("queue", "delta"),
+        ),
+        _signal("waiting_slope", "1/s", "slope of waiting", OverTime("queue", "deriv")),
         _signal("active_share", "share", "share of time with any request", Share((_ACTIVE,))),
         _signal(
             "waiting_share",
@@ -240,12 +263,36 @@ SIGNALS: dict[str, Signal] = {
             Ratio(Share((_WAITING,)), Share((_ACTIVE,))),
         ),
         _signal(
+            "deferred_mean",
+            "requests",
+            "requests that wait for something else than capacity (an adapter's slot, KV from elsewhere, a "
+            "grammar)",
+            OverTime("deferred", "avg"),
+            OverTime("waiting_for_grammar", "avg"),
+            _NONE,
+        ),
+        _signal(
+            "waiting_for_kv_mean",
+            "requests",
+            "requests that wait for KV from another server",
+            OverTime("waiting_for_kv", "avg"),
+            _NONE,
+        ),
+        _signal(
+            "waiting_for_grammar_mean",
+            "requests",
+            "requests that wait for a grammar",
+            OverTime("waiting_for_grammar", "avg"),
+            _NONE,
+        ),
+        _signal(
             "load_against_peers", "ratio", "running + waiting over the mean of all peers", AgainstPeers(_LOAD)
         ),
         _signal("peers_load", "requests", "running + waiting, mean of the other instances", OfPeers(_LOAD)),
         _signal(
             "peers_requests", "count", "first tokens, mean of the other instances", OfPeers(Count("ttft"))
         ),
+        _signal("scrapes", "count", "scrapes in the window", OverTime("running", "count")),
         # Below 1 for who came or went within the window.
         _signal(
             "scrapes_against_peers",

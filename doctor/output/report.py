@@ -35,7 +35,8 @@ def as_text(diagnosis: Diagnosis, *, queries: bool = True) -> str:
     if missing := cannot_tell_lines(diagnosis.cannot_tell):
         lines += ["Cannot tell:", *(f"  {line}" for line in missing), ""]
     lines += [f"note: {note}" for note in diagnosis.notes]
-    lines.append(f"Not judged: {', '.join(diagnosis.not_judged)}.")
+    if diagnosis.not_judged:
+        lines.append(f"Not judged: {', '.join(diagnosis.not_judged)}.")
     return "\n".join(map(printable, lines)) + "\n"
 
 

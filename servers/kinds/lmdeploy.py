@@ -219,6 +219,7 @@ LMDEPLOY = ServerKind(
     metrics={
         "running": ("lmdeploy:num_requests_running",),
         "waiting": ("lmdeploy:num_requests_waiting",),
+        "queue": ("lmdeploy:num_requests_waiting",),
         "kv_usage": ("lmdeploy:gpu_cache_usage_perc",),
         "cache_hit_rate": ("lmdeploy:prefix_cache_hit_rate",),
         "prompt_tokens": ("lmdeploy:prompt_tokens_total",),

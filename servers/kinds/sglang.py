@@ -16,6 +16,7 @@ NAMES: Mapping[str, str] = {
     "max_num_batched_tokens": "chunked_prefill_size",
     "gpu_memory_utilization": "mem_fraction_static",
     "max_model_len": "context_length",
+    "max_loras": "max_loras_per_batch",
     "block_size": "page_size",
     "kv_cache_dtype": "kv_cache_dtype",
     "tensor_parallel_size": "tp_size",
@@ -171,6 +172,9 @@ SGLANG = ServerKind(
     metrics={
         "running": ("sglang:num_running_reqs",),
         "waiting": ("sglang:num_queue_reqs",),
+        "queue": ("sglang:num_queue_reqs",),
+        "waiting_for_kv": ("sglang:num_decode_transfer_queue_reqs",),
+        "waiting_for_grammar": ("sglang:num_grammar_queue_reqs",),
         "kv_usage": ("sglang:token_usage",),
         "cache_hit_rate": ("sglang:cache_hit_rate",),
         "preemptions": ("sglang:num_retracted_requests_total",),

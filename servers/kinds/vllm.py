@@ -65,6 +65,9 @@ VLLM = ServerKind(
     metrics={
         "running": ("vllm:num_requests_running",),
         "waiting": ("vllm:num_requests_waiting",),
+        "queue": ("vllm:num_requests_waiting_by_reason", "vllm:num_requests_waiting"),
+        "deferred": ("vllm:num_requests_waiting_by_reason",),
+        "waiting_for_kv": ("vllm:num_requests_kv_fetch_by_stage",),
         "kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
         "cache_hit_rate": ("vllm:gpu_prefix_cache_hit_rate",),
         "preemptions": ("vllm:num_preemptions_total",),
@@ -89,6 +92,7 @@ VLLM = ServerKind(
         "request_preemptions": ("vllm:request_num_preemptions",),
         "iteration_tokens": ("vllm:iteration_tokens_total",),
         "cache_config": ("vllm:cache_config_info",),
+        "adapters": ("vllm:lora_requests_info",),
     },
     families=(
         ("vllm:inter_token_latency_seconds_count", "vLLM V1, 0.10.2 or later"),

@@ -56,5 +56,8 @@ def pairs(text: str) -> dict[str, Any]:
 
 
 def page(engine: str, samples: Mapping[str, float]) -> str:
-    """One engine's samples as exposition text."""
-    return "".join(f'{name}{{engine="{engine}"}} {value}\n' for name, value in samples.items())
+    """One engine's samples as exposition text, by name or ``name{label="value"}``."""
+    parted = ((*key.rstrip("}").partition("{"), value) for key, value in samples.items())
+    return "".join(
+        f'{name}{{engine="{engine}"{"," if more else ""}{more}}} {value}\n' for name, _, more, value in parted
+    )

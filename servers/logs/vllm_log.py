@@ -57,6 +57,9 @@ _PERIODIC = re.compile(
     r"(?P<between>.*?)KV cache usage: (?P<kv>[\d.]+)%(?P<after>.*)"
 )
 """V1 puts deferred requests, KV loads and preemptions, where there are any, between queue and KV usage."""
+_DEFERRED = re.compile(r"Deferred: (\d+) reqs")
+"""Of those that wait, the ones that do not wait for capacity. A line without it has none."""
+_BY_REASON = "vllm:num_requests_waiting_by_reason"
 _PREEMPTIONS = re.compile(r"Preemptions: (\d+)")
 """V1's, of the interval. Where one line has them, the lines without had none. vLLM 0.32 sets the count back
 before it prints it, so that no line has them; the bundled engine's do."""
@@ -208,6 +211,7 @@ def _periodic(lines: Sequence[str]) -> list[tuple[int, str]]:
         extras |= {f"vllm:spec_decode_num_{name}_tokens_total": 0.0 for name in ("accepted", "draft")}
     if any(_POSITIONS.search(line) for line in lines):
         extras["vllm:spec_decode_num_drafts_total"] = 0.0
+    deferring = any(map(_DEFERRED.search, lines))
     totals: dict[str, tuple[int, float, float]] = {}
     latest: dict[str, str] = {}
     pages: dict[int, str] = {}
@@ -236,6 +240,10 @@ def _periodic(lines: Sequence[str]) -> list[tuple[int, str]]:
             "vllm:generation_tokens_total": generation,
             **(extras if engine == min(totals) else {}),
         }
+        if deferring:
+            deferred = float(found[1]) if (found := _DEFERRED.search(match["between"])) else 0.0
+            samples[f'{_BY_REASON}{{reason="deferred"}}'] = deferred
+            samples[f'{_BY_REASON}{{reason="capacity"}}'] = float(match["waiting"]) - deferred
         if hits := _HIT_RATE.search(match["after"]):
             samples["vllm:gpu_prefix_cache_hit_rate"] = float(hits[1]) / 100
         latest[engine] = page(engine, samples)

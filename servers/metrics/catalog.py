@@ -27,7 +27,8 @@ class Metric:
     """One quantity. ``names`` are sample names (counters end in _total); a histogram's lack the suffix.
 
     ``combine`` says how several series of one engine add up: requests sum, a percentage must not.
-    ``bounds`` are vLLM's bucket bounds where a rule needs one by value.
+    ``bounds`` are vLLM's bucket bounds where a rule needs one by value. ``where``: by name, the label and
+    value of the series that are meant, where the name has others as well.
     """
 
     key: str
@@ -35,12 +36,30 @@ class Metric:
     names: tuple[str, ...]
     combine: Literal["sum", "max"] = "sum"
     bounds: tuple[float, ...] = ()
+    where: tuple[tuple[str, str, str], ...] = ()
+
+    def chosen_by(self, name: str) -> tuple[str, str] | None:
+        """Label and value of the series that are meant among those of a name; None: all."""
+        return next(((label, value) for own, label, value in self.where if own == name), None)
+
+    def labels(self, name: str, labels: Mapping[str, str]) -> Mapping[str, str] | None:
+        """A series' labels without the one that it is chosen by; None where it is not meant."""
+        if (chosen := self.chosen_by(name)) is None:
+            return labels
+        label, value = chosen
+        return {n: v for n, v in labels.items() if n != label} if labels.get(label) == value else None
 
 
-def _metric(key: str, kind: MetricKind, *names: str, combine: Literal["sum", "max"] = "sum") -> Metric:
+def _metric(
+    key: str,
+    kind: MetricKind,
+    *names: str,
+    combine: Literal["sum", "max"] = "sum",
+    where: tuple[tuple[str, str, str], ...] = (),
+) -> Metric:
     """``names``: of other exporters; the servers' own stand in ``servers.kinds``."""
     own = [name for server in KINDS.values() for name in server.metrics.get(key, ())]
-    return Metric(key, kind, tuple(dict.fromkeys((*own, *names))), combine, _BOUNDS.get(key, ()))
+    return Metric(key, kind, tuple(dict.fromkeys((*own, *names))), combine, _BOUNDS.get(key, ()), where)
 
 
 _BOUNDS: dict[str, tuple[float, ...]] = {
@@ -54,11 +73,16 @@ _BOUNDS: dict[str, tuple[float, ...]] = {
     ),
 }
 
+BY_REASON = "vllm:num_requests_waiting_by_reason"
 METRICS: dict[str, Metric] = {
     metric.key: metric
     for metric in (
         _metric("running", "gauge"),
         _metric("waiting", "gauge"),
+        _metric("queue", "gauge", where=((BY_REASON, "reason", "capacity"),)),
+        _metric("deferred", "gauge", where=((BY_REASON, "reason", "deferred"),)),
+        _metric("waiting_for_kv", "gauge"),
+        _metric("waiting_for_grammar", "gauge"),
         _metric("kv_usage", "gauge", combine="max"),
         _metric("cache_hit_rate", "gauge", combine="max"),
         _metric("preemptions", "counter"),
@@ -84,6 +108,7 @@ METRICS: dict[str, Metric] = {
         _metric("request_preemptions", "histogram"),
         _metric("iteration_tokens", "histogram"),
         _metric("cache_config", "info"),
+        _metric("adapters", "info"),
         _metric("kv_tokens", "gauge"),
         _metric("gpu_busy", "gauge", "DCGM_FI_DEV_GPU_UTIL"),
         _metric("cpu_time", "counter", "node_cpu_seconds_total"),
@@ -99,12 +124,17 @@ OPTIONAL = frozenset(
         "draft_tokens",
         "accepted_tokens",
         "accept_length",
+        "adapters",
         "cache_config",
         "cache_hit_rate",
+        "deferred",
         "kv_tokens",
+        "waiting_for_grammar",
+        "waiting_for_kv",
     }
 )
-"""Metrics that a healthy server may lack: speculation's exist only while it is on."""
+"""Metrics that a healthy server may lack: speculation's exist only while it is on, those of adapters, of
+grammars and of KV transfers where it has them."""
 
 ELSEWHERE: dict[str, str] = {
     "gpu_busy": "DCGM exporter",

@@ -35,7 +35,11 @@ class Page:
         metric = catalog.METRICS[key]
         combine = max if metric.combine == "max" else sum
         for name in metric.names:
-            series = self._series.get(name, ())
+            series = [
+                (own, value)
+                for labels, value in self._series.get(name, ())
+                if (own := metric.labels(name, labels)) is not None
+            ]
             roles = roles_of_total(series)
             own: dict[object, float] = {}
             for labels, value in series:

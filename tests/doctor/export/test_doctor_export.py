@@ -76,7 +76,9 @@ def test_a_rule_on_a_flag_nobody_stated_is_named_and_left_out() -> None:
     assert "# skipped prefix-misses: needs shared_prefix" in blind
     told = alerts(run("alerts", "--flags", "vllm serve m --max-num-seqs 64").stdout)
     assert "> 50.7)" in told["seq-cap"]["expr"]
-    assert told["kv-idle"]["annotations"]["explained_by"] == "host-bound, overload, prefill-slow, seq-cap"
+    assert told["kv-idle"]["annotations"]["explained_by"] == (
+        "adapter-slots, host-bound, overload, prefill-slow, seq-cap"
+    )
 
 
 def test_names_are_those_of_the_version() -> None:

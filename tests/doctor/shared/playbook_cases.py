@@ -22,6 +22,7 @@ MIXED = {
 QUEUE = {"queue_time": {8.0: 10}, "ttft": {8.1: 10}}
 SLOW = {"itl": {0.35: 1000}, "prefill_time": {0.8: 10}}
 """No prompt takes less than a step."""
+ADAPTERS = {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": "b,c,d"}
 SPECULATING = {"drafts": 1000, "draft_tokens": 5000, "accepted_tokens": 200}
 
 
@@ -166,6 +167,15 @@ CASES: dict[str, Case] = {
         # The short ones are as slow: it is not the order.
         replace(BASE, histograms={**MIXED, "ttft": {1.2: 270, 1.5: 30}}),
         flags={"max_num_batched_tokens": 2048},
+    ),
+    "adapter-slots": Case(
+        replace(BASE, running=8, waiting=60, deferred=60, kv=0.05, adapters=ADAPTERS, histograms=QUEUE),
+        # The same queue waits for capacity.
+        replace(BASE, running=8, waiting=60, deferred=0, kv=0.05, adapters=ADAPTERS, histograms=QUEUE),
+    ),
+    "deferred-requests": Case(
+        replace(BASE, running=8, waiting=60, deferred=50, kv=0.05, histograms=QUEUE),
+        replace(BASE, running=8, waiting=60, deferred=10, kv=0.05, histograms=QUEUE),
     ),
     "ttft-slo-queue": Case(
         replace(BASE, running=64, waiting=15, kv=0.95, histograms=QUEUE),

@@ -22,6 +22,7 @@ _GAUGES = {
     "waiting": "vllm:num_requests_waiting",
     "kv": "vllm:kv_cache_usage_perc",
 }
+_REASONS = "vllm:num_requests_waiting_by_reason"
 _COUNTERS = {
     "preemptions": "vllm:num_preemptions_total",
     "prompt_tokens": "vllm:prompt_tokens_total",
@@ -80,6 +81,10 @@ class Server:
     running: Level = 8
     waiting: Level = 0
     kv: Level = 0.4
+    deferred: float | None = None
+    """Of ``waiting``, those that do not wait for capacity; None: the server tells no reasons."""
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    """Labels of lora_requests_info."""
     counters: Mapping[str, float] = field(default_factory=dict)
     histograms: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
@@ -100,6 +105,13 @@ class Server:
         for key, name in _GAUGES.items():
             level: Level = getattr(self, key)
             lines.append(f"{name}{self._labels()} {level(elapsed) if callable(level) else level}")
+        if self.deferred is not None:
+            waiting = self.waiting(elapsed) if callable(self.waiting) else self.waiting
+            lines.append(f"{_REASONS}{self._labels(reason='capacity')} {waiting - self.deferred}")
+            lines.append(f"{_REASONS}{self._labels(reason='deferred')} {self.deferred}")
+        if self.adapters:
+            own = ",".join(f'{name}="{value}"' for name, value in self.adapters.items())
+            lines.append(f"vllm:lora_requests_info{{{own}}} 1.7e9")
         for key, growth in {**HEALTHY_COUNTERS, **self.counters}.items():
             lines.append(f"{_COUNTERS[key]}{self._labels()} {growth * intervals}")
         for key, observed in {**HEALTHY_HISTOGRAMS, **self.histograms}.items():
