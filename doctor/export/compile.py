@@ -10,12 +10,13 @@ import ast
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from doctor.metrics.promql import PromQL
 from doctor.metrics.signals import SIGNALS, Node, metrics_of
 from servers.expression import All, Clause, Expression, Relation
 from servers.known_flags import Flags
-from servers.metrics.catalog import METRICS
+from servers.metrics.catalog import METRICS, OPTIONAL
 from servers.reading import Number
 
 Value = float | str
@@ -61,17 +62,21 @@ class RuleCompiler:
 
     def signal(self, name: str) -> str | None:
         """A signal's query; None where the server lacks its metrics."""
-        node = self._source(name)
-        return None if node is None else f"({self.promql.text(node)})"
+        texts = [f"({self.promql.text(node)})" for node in self._sources(name)]
+        return f"({' or '.join(texts)})" if len(texts) > 1 else next(iter(texts), None)
 
     def metrics(self, clause: Clause) -> set[str]:
         """Catalog keys that a rule's signals read."""
-        nodes = [self._source(name) for name in clause.names if name in SIGNALS]
-        return set().union(*(metrics_of(node) for node in nodes if node is not None))
+        signals = [name for name in clause.names if name in SIGNALS]
+        return set().union(*(metrics_of(node) for name in signals for node in self._sources(name)))
 
-    def _source(self, name: str) -> Node | None:
-        sources = SIGNALS[name].sources
-        return next((node for node in sources if all(map(self._has, metrics_of(node)))), None)
+    def _sources(self, name: str) -> list[Node]:
+        """The first source whose metrics the server has. Where that is unknown, those before the first that
+        every server has, too."""
+        usable = [node for node in SIGNALS[name].sources if all(map(self._has, metrics_of(node)))]
+        blind = self.promql.available is None
+        optional = len(list(takewhile(lambda node: blind and metrics_of(node) & OPTIONAL, usable)))
+        return usable[: optional + 1]
 
     def _has(self, key: str) -> bool:
         available = self.promql.available

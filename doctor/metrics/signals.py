@@ -194,7 +194,8 @@ def _signal(name: str, unit: SignalUnit, help: str, *sources: Node) -> Signal:
 
 
 _WAITING = GaugeCondition(("queue",), 0)
-"""For capacity. A server that tells no reasons (vLLM before 0.20) has one queue."""
+"""For capacity, as in all signals of waiting. A server that tells no reasons (vLLM before 0.20) has one
+queue."""
 _BUSY = GaugeCondition(("running",), 0)
 _ACTIVE = GaugeCondition(("running", "waiting"), 0)
 _FULL = GaugeCondition(("kv_usage",), 0.95)
@@ -230,30 +231,10 @@ SIGNALS: dict[str, Signal] = {
             "mean of running while any runs and others wait",
             MeanWhile("running", (_WAITING, _BUSY)),
         ),
-        _signal(
-            "waiting_mean",
-            "requests",
-            "mean of requests that wait for capacity",
-            OverTime("queue", "avg"),
-        ),
-        _signal(
-            "waiting_max",
-            "requests",
-            "most requests waiting",
-            OverTime("queue", "max"),
-        ),
-        _signal(
-            "waiting_last",
-            "requests",
-            "waiting at the end",
-            OverTime("queue", "last"),
-        ),
-        _signal(
-            "waiting_delta",
-            "requests",
-            "change of waiting",
-            OverTime("queue", "delta"),
-        ),
+        _signal("waiting_mean", "requests", "mean of waiting requests", OverTime("queue", "avg")),
+        _signal("waiting_max", "requests", "most requests waiting", OverTime("queue", "max")),
+        _signal("waiting_last", "requests", "waiting at the end", OverTime("queue", "last")),
+        _signal("waiting_delta", "requests", "change of waiting", OverTime("queue", "delta")),
         _signal("waiting_slope", "1/s", "slope of waiting", OverTime("queue", "deriv")),
         _signal("active_share", "share", "share of time with any request", Share((_ACTIVE,))),
         _signal(

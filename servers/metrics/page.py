@@ -36,9 +36,9 @@ class Page:
         combine = max if metric.combine == "max" else sum
         for name in metric.names:
             series = [
-                (own, value)
+                (meant, value)
                 for labels, value in self._series.get(name, ())
-                if (own := metric.labels(name, labels)) is not None
+                if (meant := metric.labels(name, labels)) is not None
             ]
             roles = roles_of_total(series)
             own: dict[object, float] = {}

@@ -23,6 +23,7 @@ from servers.known_flags import Flags, resolve
 from servers.reading import Missing, Number, Reading
 
 DIRECTION = {
+    "adapter-slots": {"max_loras": 1},
     "budget-eats-pool": {"max_num_batched_tokens": -1},
     "itl-flat-high": {"max_num_seqs": -1},
     "itl-spikes-long-prefill": {"max_num_batched_tokens": -1, "long_prefill_token_threshold": 1},
@@ -102,7 +103,7 @@ def command(chance: Random) -> dict[str, Any]:
 def view(chance: Random) -> EngineView:
     kind = chance.choice([VLLM, VLLM, BUNDLED, SGLANG])
     cpu = {"block_size": "128", "user_specified_block_size": "False"}
-    config = chance.choice([{}, {"block_size": "16"}, cpu])
+    config = chance.choice([{}, {"block_size": "16"}, {"max_loras": "4"}, cpu])
     given = command(chance) if chance.random() < 0.8 else None
     slo = chance.choice([0.02, 0.05, 0.2, math.inf])
     return EngineView(
@@ -118,6 +119,7 @@ def view(chance: Random) -> EngineView:
             "shared_prefix": 1000.0,
             "ranks": 1.0,
             "servers": 2.0,
+            "adapters_seen": float(chance.randint(0, 8)),
         },
     )
 

@@ -214,7 +214,8 @@ TROUBLED = (
 
 def test_what_a_line_of_a_troubled_server_adds_is_read() -> None:
     values = of_log(TROUBLED)
-    assert (values["running_mean"], values["waiting_mean"], values["kv_mean"]) == (3, 5, 0.975)
+    assert (values["running_mean"], values["waiting_mean"], values["kv_mean"]) == (3, 3, 0.975)
+    assert values["deferred_mean"] == 2
     assert values["preemptions"] == pytest.approx(35, rel=0.01)
     assert values["prefix_hit_rate"] == pytest.approx(0.4)
 
