@@ -257,6 +257,12 @@ class Server:
         if self.ill or self.refusing or "error-500" in self.flags.fault:
             self.reply(writer, 500, json.dumps({"error": {"message": "engine error", "code": 500}}))
             return
+        if priority := body.get("priority"):
+            print(f"priority {priority}", flush=True)
+            if self.flags.scheduling_policy != "priority":
+                message = "Got priority, but Priority scheduling is not enabled."
+                self.reply(writer, 400, json.dumps({"error": {"message": message, "code": 400}}))
+                return
         prompt = body.get("prompt") or " ".join(str(m["content"]) for m in body.get("messages", []))
         length = len(prompt.split()) if isinstance(prompt, str) else len(prompt)
         output = body.get("max_tokens") or body.get("max_completion_tokens") or 16
@@ -349,6 +355,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-model-len", type=int, default=4096)
     parser.add_argument("--gpu-memory-utilization", type=float, default=0.92)
     parser.add_argument("--long-prefill-token-threshold", type=int, default=0)
+    parser.add_argument("--scheduling-policy", default="fcfs")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--speculative-config", type=json.loads)

@@ -147,11 +147,13 @@ class Load(Recorded):
         float | None, _number("Factor on a workload's prompt lengths; default: context / 32768, at most 1.")
     ] = None
     priorities: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--priorities", help="Send each class's priority (the server needs --scheduling-policy priority)."
+            "--priorities/--no-priorities",
+            help="Send each class's priority (the server needs --scheduling-policy priority). Default: those "
+            "of a workload file.",
         ),
-    ] = False
+    ] = None
     trace: Annotated[
         Path | None,
         _option(
@@ -271,8 +273,14 @@ class Load(Recorded):
             duration=self.duration,
             max_concurrency=self._cap,
             warmup=warmup,
-            use_priority=self.priorities,
         )
+
+    @property
+    def sends_priorities(self) -> bool:
+        """To a server that runs already; a simulation has them, and heeds them where its policy does."""
+        from loadgen.plan.workload_file import is_file
+
+        return is_file(self.workload) if self.priorities is None else self.priorities
 
     @property
     def _cap(self) -> int | None:

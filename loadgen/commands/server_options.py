@@ -47,6 +47,14 @@ class Server:
         ),
     ] = None
     workers: Annotated[int, typer.Option(help="Client processes.", min=1)] = 1
+    salt: Annotated[
+        bool,
+        typer.Option(
+            "--salt/--no-salt",
+            help="Replace the first tokens of all prompts by ones that no earlier run had, so that no prefix "
+            "cache knows them. Prompts that are text are sent as they are.",
+        ),
+    ] = True
     chunk_usage: Annotated[
         bool, typer.Option("--chunk-usage", help="Ask for token counts in each chunk (vLLM, SGLang).")
     ] = False
@@ -67,7 +75,15 @@ class Server:
     def source(self, load: Load) -> Callable[[int], Schedule]:
         """What makes the schedule of a seed for this server, which must have been asked."""
         assert self.max_model_len is not None
-        return load.source(self.max_model_len, self.vocab_size, self.warmup)
+        import numpy as np
+
+        source = load.source(self.max_model_len, self.vocab_size, self.warmup)
+
+        def schedule(seed: int) -> Schedule:
+            drawn = source(seed) if load.sends_priorities else source(seed).without_priorities()
+            return drawn.salted(np.random.default_rng()) if self.salt else drawn
+
+        return schedule
 
     def run(
         self,
@@ -79,6 +95,8 @@ class Server:
 
         Raises Unreachable, UrlError, OptionError.
         """
+        from loadgen.measure.warm_cache import judge_cache
+        from loadgen.plan.sharing import repeated_share
         from loadgen.targets.http import Http
         from loadgen.targets.scraper import Scraper, scrape
         from loadgen.wire.client import ClientOptions, run_schedule
@@ -100,4 +118,4 @@ class Server:
                 stop=stop,
                 options=options,
             )
-        return replace(records, scrapes=tuple(scraper.scrapes))
+        return judge_cache(replace(records, scrapes=tuple(scraper.scrapes)), repeated_share(schedule))

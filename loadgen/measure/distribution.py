@@ -81,6 +81,12 @@ class Distribution:
     def _cumulative(self) -> Array:
         return np.cumsum(self.weights)
 
+    @cached_property
+    def finite(self) -> Distribution:
+        """Without failures."""
+        known = np.isfinite(self.values)
+        return Distribution(self.values[known], self.weights[known], self.groups[known])
+
     @property
     def count(self) -> int:
         """Samples, weights counted."""

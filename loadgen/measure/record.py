@@ -132,7 +132,7 @@ class Records:
     steady: bool = True
     """The window is a steady part of the run; False: the run was too short and the window is all of it."""
     verdict: str = ""
-    """ok | client_limited | server_saturated | too_few_samples | unsteady"""
+    """A key of ``run_validity.VERDICT_WORDS``."""
     reasons: tuple[str, ...] = ()
     scrapes: tuple[tuple[int, str], ...] = field(default=(), repr=False)
     """(unix ms, text of /metrics), where the target was scraped."""

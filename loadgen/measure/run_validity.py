@@ -26,19 +26,24 @@ VERDICT_WORDS = {
     "ok": "Valid",
     "client_limited": "Invalid: the client was the limit",
     "server_saturated": "Server saturated",
+    "warm_cache": "Prompts were cached before the run",
+    "server_failing": "Server failed requests",
     "unsteady": "Load not steady",
     "too_few_samples": "Too few samples for percentiles",
 }
 """Each verdict as a reader sees it."""
+MAX_FAILED = 0.01
+"""Share of the requests that may fail: of more, P99 is that of a failure."""
 _BINS = 120
 
 
 def judge_run(records: Records) -> tuple[str, tuple[str, ...]]:
-    """(verdict, reasons). The worst applies: client_limited, server_saturated, unsteady, too_few_samples."""
+    """(verdict, reasons). The first of VERDICT_WORDS that applies, after ok."""
     summary = Summary(records)
     findings = {
         "client_limited": _client_limits(records, summary),
         "server_saturated": _saturation(records, summary),
+        "server_failing": _failing(summary),
         "unsteady": _drift(records, summary),
         "too_few_samples": _shortage(summary),
     }
@@ -69,8 +74,8 @@ def _client_limits(records: Records, summary: Summary) -> list[str]:
 
 
 def _allowed(latency: Distribution, quantile: float, at_least: float) -> float:
-    """Failures (infinite) allow nothing more."""
-    level = latency.rank(quantile)
+    """By what was served: a failure has no latency."""
+    level = latency.finite.rank(quantile)
     return max(at_least, LAG_SHARE * level) if math.isfinite(level) else at_least
 
 
@@ -84,6 +89,11 @@ def _saturation(records: Records, summary: Summary) -> list[str]:
     if left:
         found.append(f"{left} requests were unfinished when the time for the drain was over")
     return found
+
+
+def _failing(summary: Summary) -> list[str]:
+    failed, measured = (int(summary.value(name)) for name in ("failed", "measured"))
+    return [f"{failed} of {measured} requests failed"] if failed > MAX_FAILED * measured else []
 
 
 def _drift(records: Records, summary: Summary) -> list[str]:

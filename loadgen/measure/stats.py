@@ -41,8 +41,8 @@ DEFINITIONS: Mapping[str, str] = {
     "elsewhere": "the rest of the service TTFT: network, HTTP, tokenising, and sending the answer",
     "throughput": "output tokens that arrived in the measured window / window, counted by the server's usage",
     "request_rate": "requests that succeeded and ended in the window / window",
-    "offered_rate": "requests intended in the window / window",
-    "goodput": "requests intended in the window that met every bound / window; failures stay in",
+    "offered_rate": "requests intended in the window / window; in a closed loop those that ended in it",
+    "goodput": "of the requests behind the offered rate those that met every bound / window",
     "backlog": "requests by which those in flight outgrew the window's beginning, where that is a trend",
     "es95": "expected shortfall: the mean of the slowest 5 % of the samples (Rockafellar and Uryasev 2000)",
     "es99": "expected shortfall: the mean of the slowest 1 % of the samples (Rockafellar and Uryasev 2000)",
@@ -152,6 +152,8 @@ _PER_REQUEST = {
 }
 _TOLD = {"queue", "prefill", "elsewhere"}
 """A failed request has none of these, rather than an infinite one: no server told it."""
+_CLIENTS_OWN = {"lateness"}
+"""What the client did: a request that failed has it as well, unless it was never sent."""
 
 
 def _request_value(record: RequestRecord, metric: str) -> float:
@@ -225,7 +227,7 @@ class Summary:
         return self.distribution(self._split(name)[0], cls).count
 
     def distribution(self, metric: str, cls: str | None = None) -> Distribution:
-        """All samples of the window; those of failed requests are infinite."""
+        """All samples of the window; latencies of failed requests are infinite."""
         key = (metric, cls)
         if key not in self._distributions:
             build = _gaps if metric in ("itl", "inter_chunk") else _per_request
@@ -296,14 +298,28 @@ class Summary:
             )
         )
 
+    def _offered(self, cls: str | None) -> Sequence[RequestRecord]:
+        """The requests that rates count. A closed loop sends one for each that ends: of those that begin in
+        the window as many as it has clients end beyond it."""
+        if self.records.mode != "closed":
+            return self.records.in_window(cls)
+        low, high = (round(edge * 1e9) for edge in self.records.window)
+        return [
+            record
+            for record in self.records.requests
+            if low <= record.end <= high
+            and record.failure is not Failure.CANCELLED
+            and (cls is None or record.cls == cls)
+        ]
+
     def _offered_rate(self, cls: str | None) -> float:
-        return self._per_second(len(self.records.in_window(cls)))
+        return self._per_second(len(self._offered(cls)))
 
     def _goodput(self, cls: str | None) -> float:
         return self._per_second(
             sum(
                 record.ok and all(bound.met_by(record) for bound in self.bounds)
-                for record in self.records.in_window(cls)
+                for record in self._offered(cls)
             )
         )
 
@@ -329,7 +345,8 @@ def _per_request(records: Sequence[RequestRecord], metric: str) -> Distribution:
     """One sample per request. Raises KeyError for an unknown metric."""
     measure = _PER_REQUEST[metric]
     failed = math.nan if metric in _TOLD else math.inf
-    values = np.array([measure(r) if r.ok else failed for r in records], dtype=np.float64)
+    whatever = metric in _CLIENTS_OWN
+    values = np.array([measure(r) if r.ok or whatever else failed for r in records], dtype=np.float64)
     known = np.flatnonzero(~np.isnan(values))
     return Distribution.of(values[known], groups=known)
 

@@ -30,6 +30,7 @@ PRIOR_RUNS = 4
 SPREAD, TAIL_SPREAD = 0.1, 0.2
 """Standard deviation of the log of a figure between runs of one thing, before anything was measured."""
 LIMITED = frozenset({"client_limited"})
+OVERLOADED = frozenset({"server_saturated", "server_failing"})
 _FARTHEST = 12
 """Doublings or halvings in search of both sides of a bound."""
 
@@ -64,7 +65,7 @@ class Level:
     runs: tuple[Records, ...] = field(repr=False)
     estimates: tuple[LevelEstimate, ...]
     saturated: bool
-    """Requests piled up in most of the runs: no percentile of such a run means anything."""
+    """Requests piled up, or failed, in most of the runs: no percentile of such a run means anything."""
 
     @property
     def decision(self) -> Decision:
@@ -216,9 +217,9 @@ class Sweep:
 
     def _level(self, value: float) -> Level:
         runs = self._runs[value]
-        piled_up = sum(run.verdict == "server_saturated" for run in runs)
+        over = sum(run.verdict in OVERLOADED for run in runs)
         estimates = tuple(self._estimate(bound, value) for bound in self._bounds)
-        return Level(value, tuple(runs), estimates, 2 * piled_up > len(runs))
+        return Level(value, tuple(runs), estimates, 2 * over > len(runs))
 
     def _estimate(self, bound: Bound, value: float) -> LevelEstimate:
         figures = [self._figure(bound, run) for run in self._runs[value]]

@@ -32,6 +32,8 @@ MAX_PROMPT_TOKENS = 100_000_000
 """In one schedule: some 4 GB."""
 MAX_VOCAB_SIZE = 10_000_000
 _DECK = 20
+_SALT_TOKENS, _SALTED_FROM = 3, 50
+"""First tokens that a salt replaces, and the requests whose tokens it is drawn from."""
 _MIN_PROMPT = 16
 
 
@@ -72,8 +74,7 @@ class Length:
 class RequestClass:
     """One kind of request. ``prompt`` counts the shared prefix too.
 
-    ``priority`` is vLLM's (lower goes first) and is sent only if the schedule is asked to: a server
-    without priority scheduling refuses any other value than 0.
+    ``priority`` is vLLM's: lower goes first.
     """
 
     name: str
@@ -152,6 +153,35 @@ class Schedule:
     description: str
     seed: int | None = None
 
+    def without_priorities(self) -> Schedule:
+        """For a server without priority scheduling, which refuses any other than 0. It is the same load."""
+        return replace(
+            self,
+            requests=tuple(replace(request, priority=0) for request in self.requests),
+            warmup=tuple(replace(request, priority=0) for request in self.warmup),
+        )
+
+    def salted(self, rng: np.random.Generator) -> Schedule:
+        """With other first tokens, the same ones for every prompt: what an earlier run of the same seed left
+        in a prefix cache is not found, what the prompts of this one share is. It is the same load; prompts
+        that are text stay as they are."""
+        ids = [token for r in self.requests[:_SALTED_FROM] for token in (r.prompt_token_ids or ())]
+        if not ids:
+            return self
+        salt = tuple(map(int, rng.choice(ids, _SALT_TOKENS)))
+
+        def with_salt(request: PlannedRequest) -> PlannedRequest:
+            own = request.prompt_token_ids
+            return (
+                request
+                if own is None
+                else replace(request, prompt_token_ids=(*salt[: len(own)], *own[_SALT_TOKENS:]))
+            )
+
+        return replace(
+            self, requests=tuple(map(with_salt, self.requests)), warmup=tuple(map(with_salt, self.warmup))
+        )
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -190,7 +220,6 @@ class Workload:
         duration: float | None = None,
         max_concurrency: int | None = None,
         warmup: int | None = None,
-        use_priority: bool = False,
         temperature: float = 0.0,
     ) -> Schedule:
         """Draw the schedule of ``seed``. ``warmup``: requests before the start; None is one of each class.
@@ -212,11 +241,11 @@ class Workload:
         prompts = PromptSource(self.vocab_size, prompt_rng)
         mix = _deal(self.classes, len(times), mix_rng)
         requests = tuple(
-            _plan(index, cls, float(times[index]), prompts, length_rng, use_priority, temperature)
+            _plan(index, cls, float(times[index]), prompts, length_rng, temperature)
             for index, cls in enumerate(mix)
         )
         warmups = tuple(
-            warm(_plan(-1 - i, cls, 0.0, prompts, length_rng, use_priority, temperature))
+            warm(_plan(-1 - i, cls, 0.0, prompts, length_rng, temperature))
             for i, cls in enumerate(self.classes[k % len(self.classes)] for k in range(num_warmup))
         )
         return Schedule(
@@ -286,10 +315,11 @@ class PromptSource:
 def schedule_hash(
     requests: Sequence[PlannedRequest], mode: Mode, concurrency: int | None, duration: float | None
 ) -> str:
-    """SHA-256 over everything that decides what is sent and when; the same on every machine."""
+    """SHA-256 over everything that decides what is sent and when, but for priorities and salts; the same on
+    every machine."""
     digest = hashlib.sha256(f"vtune.schedule/1|{mode}|{concurrency}|{duration!r}".encode())
     for r in requests:
-        head = (r.index, r.cls, r.intended.hex(), r.max_tokens, r.ignore_eos, r.temperature, r.priority)
+        head = (r.index, r.cls, r.intended.hex(), r.max_tokens, r.ignore_eos, r.temperature, 0)
         digest.update(repr(head).encode())
         if r.prompt_token_ids is not None:
             digest.update(np.asarray(r.prompt_token_ids, dtype="<i8").tobytes())
@@ -339,7 +369,6 @@ def _plan(
     intended: float,
     prompts: PromptSource,
     rng: np.random.Generator,
-    use_priority: bool,
     temperature: float,
 ) -> PlannedRequest:
     group = int(rng.integers(cls.prefix_groups))
@@ -351,7 +380,7 @@ def _plan(
         prompt=None,
         max_tokens=cls.output.draw(rng),
         temperature=temperature,
-        priority=cls.priority if use_priority else 0,
+        priority=cls.priority,
     )
 
 

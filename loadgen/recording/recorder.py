@@ -145,6 +145,7 @@ class Recorder:
             return
         if self._first_ns is None:
             self._first_ns = passage.at_ns
+        choices = min(_choices(body), max(1, output // len(prompts)))
         for prompt in prompts:
             tokens = self._length(prompt, usage.get("prompt_tokens") if len(prompts) == 1 else None)
             blocks = (
@@ -152,14 +153,15 @@ class Recorder:
                 if isinstance(prompt, str)
                 else self._prefixes.of_tokens(prompt)
             )
-            yield {
+            row = {
                 "at": (passage.at_ns - self._first_ns) / 1e9,
                 "prompt_tokens": tokens,
-                "output_tokens": math.ceil(output / len(prompts)),
+                "output_tokens": math.ceil(output / (len(prompts) * choices)),
                 "class": class_of(tokens),
                 "blocks": blocks[: -(-tokens // BLOCK_TOKENS)],
                 "sampling": _sampling(body),
             }
+            yield from [row] * choices  # each is a sequence of its own in the engine
 
     def _length(self, prompt: str | list[int], counted: Any) -> int:
         """Tokens of a prompt: counted by the server, given, or estimated from its characters."""
@@ -215,6 +217,12 @@ def _prompts(body: Mapping[str, Any]) -> list[str | list[int]]:
     if all(isinstance(token, int) for token in prompt):
         return [prompt]
     return [item for item in prompt if item and isinstance(item, str | list)]
+
+
+def _choices(body: Mapping[str, Any]) -> int:
+    """Answers that are asked for each prompt."""
+    n = body.get("n")
+    return n if isinstance(n, int) and not isinstance(n, bool) and n > 1 else 1
 
 
 def _said(message: Any) -> str:

@@ -35,8 +35,11 @@ _VERSION_PATHS = tuple(dict.fromkeys(kind.version_path for kind in KINDS.values(
 class OpenServer(OpenTarget):
     """A server that answers. ``process`` is None when it is not ours."""
 
-    def __init__(self, http: Http, process: ServerProcess | None, model: str = "") -> None:
-        self.url, self.model = http.url, model
+    def __init__(
+        self, http: Http, process: ServerProcess | None, model: str = "", priorities: bool = False
+    ) -> None:
+        """``priorities``: whether it schedules by them, and so takes any."""
+        self.url, self.model, self._priorities = http.url, model, priorities
         self.log_path = process.log_path if process else None
         self._http, self._process = http, process
 
@@ -65,7 +68,7 @@ class OpenServer(OpenTarget):
             try:
                 records = run_schedule(
                     self.url,
-                    schedule,
+                    schedule if self._priorities else schedule.without_priorities(),
                     model=self.model or None,
                     connection=self._http.connection,
                     progress=progress,
@@ -170,6 +173,11 @@ class OpenServer(OpenTarget):
         return StartFailed(reason, detail, self.log_tail(), self.log_path)
 
 
+def heeds_priorities(flags: Mapping[str, Any]) -> bool:
+    """Whether a server with these flags, by vLLM's names, schedules by priority."""
+    return bool(flags.get("scheduling_policy") == "priority")
+
+
 class EndpointTarget(Target):
     """A server that is already running and is not ours: measured as it is, never restarted.
 
@@ -216,7 +224,7 @@ class EndpointTarget(Target):
                 f"{self.name} is already running and cannot be given other flags ({', '.join(changed)}): "
                 "name a command that starts a server, such as 'vllm serve M {flags}'",
             )
-        server = OpenServer(self._http, None, self._model)
+        server = OpenServer(self._http, None, self._model, heeds_priorities(self._flags))
         if problem := server.health_problem():
             raise StartFailed("unreachable", problem)
         server.check(self._probe_timeout)

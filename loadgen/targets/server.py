@@ -14,11 +14,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from loadgen.target import AtOnce, StartFailed, Target
-from loadgen.targets.endpoint import OpenServer
+from loadgen.targets.endpoint import OpenServer, heeds_priorities
 from loadgen.targets.http import Http
 from loadgen.targets.process import ServerProcess
 from servers.command import ServerCommand
@@ -129,7 +130,8 @@ class ServerTarget(Target):
             port = free_port()
             process, connection = self._launch(config, port)
             try:
-                server = OpenServer(Http(f"http://127.0.0.1:{port}", connection), process)
+                http = Http(f"http://127.0.0.1:{port}", connection)
+                server = OpenServer(http, process, priorities=heeds_priorities(config))
                 try:
                     self._await_health(server)
                     if process.finds_taken(port):
@@ -192,12 +194,16 @@ class ServerTarget(Target):
 
     def _fill(self, config: Mapping[str, Any], port: int) -> list[str]:
         """The template's words with the flags and the port in them."""
+        offered = self._offered if self._spelling.depends_on_release(config) else None
+        flags = self._spelling.render(config, offered)
         filled: list[str] = []
         for word in self._words:
-            filled += (
-                self._spelling.render(config) if word == "{flags}" else [word.replace("{port}", str(port))]
-            )
+            filled += flags if word == "{flags}" else [word.replace("{port}", str(port))]
         return filled
+
+    @cached_property
+    def _offered(self) -> OfferedFlags | None:
+        return self.offered_flags()
 
     def _next_log(self) -> Path:
         if self._log_dir is None:

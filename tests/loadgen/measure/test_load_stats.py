@@ -191,6 +191,14 @@ def test_goodput_wants_every_bound_met_by_the_same_request() -> None:
     assert Summary(run, [RequestBound("ttft", 0.0, cls="other")]).value("goodput") == 4
 
 
+def test_a_closed_loop_offers_what_ends_in_the_window() -> None:
+    """Four clients, a request a second each: in nine seconds 40 begin and 36 end."""
+    made = [record(k, k // 4, first_s=0.1, gap_s=0.1, tokens=10) for k in range(40)]
+    closed, opened = (Summary(records(made, window=(0.0, 9.0), mode=mode)) for mode in ("closed", "open"))
+    assert [closed.value(name) for name in ("request_rate", "offered_rate", "goodput")] == [4, 4, 4]
+    assert opened.value("offered_rate") == pytest.approx(40 / 9)
+
+
 def test_a_request_of_one_token_has_no_gap_to_miss() -> None:
     summary = Summary(records([record(0, 0.5, tokens=1)], window=(0.0, 1.0)), [RequestBound("itl", 1e-9)])
     assert summary.value("goodput") == 1

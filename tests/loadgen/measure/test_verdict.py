@@ -49,6 +49,29 @@ def test_lateness_behind_a_cap_is_the_cap_and_not_the_client() -> None:
     assert judge_run(records(steady(late_s=0.04), mode="semi-open"))[0] == "ok"
 
 
+@pytest.mark.parametrize("sent", [True, False])
+@pytest.mark.parametrize(("failing", "verdict"), [(1, "ok"), (2, "server_failing"), (38, "server_failing")])
+def test_requests_that_fail_are_the_servers(failing: int, verdict: str, sent: bool) -> None:
+    """And not a client that sends late: a failed request was sent when it was sent, if it was."""
+    made = steady(159, late_s=0.01)
+    for k in range(failing):
+        at = made[k].sent if sent else None
+        made[k] = replace(made[k], failure=Failure.UNAVAILABLE, chunk_at=(), chunk_tokens=(), sent=at)
+    said, reasons = judge_run(records(made, window=(0.0, 15.9)))
+    assert said == verdict
+    assert (f"{failing} of 159 requests failed" in reasons) == (verdict == "server_failing")
+
+
+def test_a_closed_loop_in_which_all_fails_is_not_ok() -> None:
+    made = [replace(r, failure=Failure.UNAVAILABLE) for r in steady(32)]
+    assert judge_run(records(made, mode="closed"))[0] == "server_failing"
+
+
+def test_a_late_client_is_found_where_requests_fail() -> None:
+    made = [replace(r, failure=Failure.UNAVAILABLE) for r in steady(late_s=0.04)]
+    assert judge_run(records([*made[:50], *steady(late_s=0.04)[50:]]))[0] == "client_limited"
+
+
 def test_a_stall_is_located() -> None:
     verdict, reasons = judge_run(records(steady(), client=replace(HEALTHY, stalls=((3.21, 0.3),))))
     assert verdict == "client_limited"

@@ -156,12 +156,12 @@ def test_a_timed_closed_loop_has_requests_enough_but_not_without_end() -> None:
     assert len(large.schedule(seed=0, arrival=ClosedLoop(4), duration=60.0).requests) == 20
 
 
-def test_priorities_are_sent_only_on_request() -> None:
-    load = preset("mixed", max_model_len=8192)
-    plain = load.schedule(seed=0, arrival=Poisson(1.0), num_requests=40)
-    ranked = load.schedule(seed=0, arrival=Poisson(1.0), num_requests=40, use_priority=True)
-    assert {r.priority for r in plain.requests} == {0}
+def test_a_schedule_with_and_without_priorities_is_one_load() -> None:
+    ranked = preset("mixed", max_model_len=8192).schedule(seed=0, arrival=Poisson(1.0), num_requests=40)
+    plain = ranked.without_priorities()
+    assert {r.priority for r in plain.requests + plain.warmup} == {0}
     assert {(r.cls, r.priority) for r in ranked.requests} == {("short", 0), ("rag", 1), ("background", 2)}
+    assert plain.sha256 == ranked.sha256
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,17 @@ def test_settings_are_recorded_and_others_are_not(server: tuple[MockServer, str]
     assert (row.prompt_tokens, row.output_tokens, len(row.blocks)) == (40, 3, 3)
 
 
+def test_each_of_several_answers_is_a_row(server: tuple[MockServer, str], tmp_path: Path) -> None:
+    """Their tokens are counted together; the prompt is one, which a replay finds in the prefix cache."""
+    with recording(server[1], tmp_path / "t.jsonl") as (url, _):
+        post(url, {"prompt": [1] * 40, "max_tokens": 6, "n": 3})
+        post(url, {"prompt": [[1] * 40, [2] * 40], "max_tokens": 8, "n": 2})
+        post(url, {"prompt": [1] * 40, "max_tokens": 2, "n": 10**9})
+    rows = read_trace(tmp_path / "t.jsonl").rows
+    assert [(row.prompt_tokens, row.output_tokens) for row in rows] == [(40, 2)] * 7 + [(40, 1)] * 2
+    assert len({row.blocks for row in rows[:3]}) == 1
+
+
 def post(url: str, body: Any, path: str = "/v1/completions", raw: bytes | None = None) -> bytes:
     """One request by hand; everything that comes back until the connection ends."""
     data = json.dumps(body).encode() if raw is None else raw

@@ -20,7 +20,7 @@ from engine.core import make_scheduler
 from loadgen.measure.record import Records
 from loadgen.measure.stats import Summary
 from loadgen.plan.arrivals import ClosedLoop, Poisson
-from loadgen.plan.workload import Schedule, preset
+from loadgen.plan.workload import Length, RequestClass, Schedule, Workload, preset
 from loadgen.target import StartFailed
 from loadgen.targets.simulated import SimulatedTarget, SimulatedTargetError
 
@@ -46,6 +46,18 @@ def load(rate: float = 20.0, count: int = 60, workload: str = "chat") -> Schedul
 def run(target: SimulatedTarget, schedule: Schedule, **flags: Any) -> Records:
     with target.open(flags) as server:
         return server.run(schedule)
+
+
+def test_priorities_of_classes_are_heeded_by_the_policy_that_asks_for_them(target: SimulatedTarget) -> None:
+    """Many short requests behind a few long ones: with priorities the short ones do not wait for them."""
+    classes = [("S", 80.0, 100, 50, 0), ("B", 20.0, 6000, 100, 9)]
+    workload = Workload("w", tuple(RequestClass(n, w, Length(i), Length(o), p) for n, w, i, o, p in classes))
+    schedule = workload.schedule(seed=1, arrival=Poisson(40.0), num_requests=200)
+    fcfs, ranked = (
+        Summary(run(target, schedule, max_num_seqs=8, scheduling_policy=policy)).value("ttft_p90", "S")
+        for policy in ("fcfs", "priority")
+    )
+    assert ranked < fcfs / 4
 
 
 def test_a_run_has_the_records_of_a_real_one(target: SimulatedTarget, tmp_path: Path) -> None:

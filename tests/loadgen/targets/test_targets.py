@@ -68,6 +68,19 @@ def test_a_server_is_started_measured_and_ended(tmp_path: Path) -> None:
         assert server.log_path == tmp_path / "fake-002.log"
 
 
+@pytest.mark.parametrize("flags", [{}, {"scheduling_policy": "fcfs"}, {"scheduling_policy": "priority"}])
+def test_priorities_are_sent_to_a_server_that_schedules_by_them(tmp_path: Path, flags: Any) -> None:
+    """Any other refuses them."""
+    ranked = preset("mixed", max_model_len=2048, vocab_size=1000, scale=0.02)
+    load = ranked.schedule(seed=1, arrival=ClosedLoop(4), num_requests=12)
+    assert any(request.priority == 1 for request in load.requests)
+    with fake(tmp_path, "--time-scale", "0.1").open(flags) as server:
+        records = server.run(load)
+        assert ("priority 1\n" in server.log_tail(1000)) == (flags == {"scheduling_policy": "priority"})
+    assert all(record.ok for record in records.requests)
+    assert records.schedule_sha256 == load.sha256
+
+
 @pytest.mark.parametrize(
     ("extra", "reason", "says"),
     [

@@ -202,7 +202,7 @@ def test_other_framings(url: str, behaviour: str) -> None:
 def test_what_is_sent(server: tuple[MockServer, str]) -> None:
     mock, url = server
     load = preset("mixed", max_model_len=4096)
-    plan = load.schedule(seed=2, arrival=Poisson(200.0), num_requests=20, use_priority=True)
+    plan = load.schedule(seed=2, arrival=Poisson(200.0), num_requests=20)
     mock.seen.bodies.clear()
     mock.seen.headers.clear()
     run_schedule(
