@@ -67,7 +67,11 @@ def doctor(
         typer.Option(help="The server's log: its flags; alone, also the source of what it reports on load."),
     ] = None,
     bench: Annotated[
-        Path | None, typer.Option(help="The result of vllm bench serve or another tool: can it be relied on?")
+        Path | None,
+        typer.Option(
+            help="The result of vllm bench serve or another tool: can it be relied on? Also beside the "
+            "metrics of that time."
+        ),
     ] = None,
     flags: Annotated[
         str | None,

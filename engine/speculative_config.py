@@ -31,8 +31,9 @@ methods."""
 class SpeculativeConfig:
     """``--speculative-config`` (JSON), keys and defaults as in vLLM.
 
-    Two differences: without ``method`` and ``model`` the method is n-gram, where vLLM asks for one; and
-    ``num_speculative_tokens`` has a default, where vLLM (but for suffix decoding) asks for it.
+    Three differences: ``disable_by_batch_size`` is of this engine (vLLM had it until 0.16); without
+    ``method`` and ``model`` the method is n-gram, where vLLM asks for one; and ``num_speculative_tokens``
+    has a default, where vLLM (but for suffix decoding) asks for it.
     """
 
     method: Method = "ngram"

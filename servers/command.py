@@ -80,7 +80,12 @@ class ServerCommand:
             option = "--" + kind.spelling.own("model").replace("_", "-")
             bare = kind.positional_model and self.program.endswith(kind.serve[-1])
             model = [self.model] if bare else [option, self.model]
-        return [*self.rest, *shlex.split(self.program), *model, *kind.spelling.render(self.flags)]
+        return [
+            *self.rest,
+            *shlex.split(self.program),
+            *model,
+            *kind.spelling.render(self.flags, kind.offered(self.version)),
+        ]
 
     def __str__(self) -> str:
         words, env = self.words(), [f"{name}={quoted(value)}" for name, value in self.env.items()]

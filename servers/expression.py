@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -131,6 +131,16 @@ class AnyOf:
 
 
 Clause = Relation | All | AnyOf
+
+
+def without(clause: Clause, absent: Collection[str]) -> Clause | None:
+    """``clause`` without the branches that ask for one of these names; None where it cannot do without."""
+    if isinstance(clause, Relation):
+        return clause if clause.names.isdisjoint(absent) else None
+    kept = tuple(part for whole in clause.parts if (part := without(whole, absent)) is not None)
+    if isinstance(clause, All):
+        return All(kept) if len(kept) == len(clause.parts) else None
+    return AnyOf(kept) if kept else None
 
 
 def parse_expression(text: str) -> Expression:

@@ -69,6 +69,11 @@ class Releases:
         """None: that release has no such flag."""
         return _at(self.flags.get(name, ()), self.nearest(version))
 
+    def flags_at(self, version: str) -> Mapping[str, Flag]:
+        """By name, of that release."""
+        each = ((name, self.flag(name, version)) for name in self.flags)
+        return {name: flag for name, flag in each if flag is not None}
+
     def metrics_at(self, version: str) -> Mapping[str, Metric]:
         """By name, of that release."""
         at = self.nearest(version)

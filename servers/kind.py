@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Any
 
 from servers.facts import releases_of
 from servers.flags.defaults import USUAL, Platform, Spread
+from servers.flags.offered_flags import OfferedFlags, released_flags
 from servers.flags.rules import RULES, Rule
 from servers.flags.spelling import Spelling
 from servers.logs.log_facts import LogFormat
@@ -107,14 +109,29 @@ class ServerKind:
     def has(self, flag: str) -> bool:
         return self.spelling.has(flag) if self.flags is None else flag in self.flags
 
-    def unavailable(self, flag: str, version: str | None) -> str | None:
-        """Why a server of this kind and version cannot take vLLM's ``flag``; None where it can."""
+    def offered(self, version: str | None) -> OfferedFlags | None:
+        """What a release takes, in its own names; None where that is not known."""
+        return released_flags(self.name, version) if version else None
+
+    def unavailable(self, flag: str, version: str | None, value: Any = None) -> str | None:
+        """Why a server of this kind and version cannot take vLLM's ``flag``, or this value of it; None where
+        it can."""
         if not self.has(flag):
             return f"{self.label} has no such flag"
-        releases, name = releases_of(self.name), self.spelling.own(flag)
-        if version and releases and (spans := releases.flags.get(name)) and not releases.flag(name, version):
-            spelled = "--" + name.replace("_", "-")
-            first, last = spans[0][0], spans[-1][1]
-            until = f" to {last}" if last else ""
-            return f"{self.label} {version} has no {spelled} (releases from {first}{until} have)"
-        return None
+        offered = self.offered(version)
+        if offered is None:
+            return None
+        name = self.spelling.own(flag, offered)
+        written = {name: None} if value is None else self.spelling.to_own({flag: value}, offered)
+        return next(filter(None, (self._refusal(n, v, offered) for n, v in written.items())), None)
+
+    def _refusal(self, name: str, value: Any, offered: OfferedFlags) -> str | None:
+        spelled, server = "--" + name.replace("_", "-"), f"{self.label} {offered.version}"
+        if name in offered:
+            return None if offered.takes(name, value) else f"{server} has no {spelled} {value}"
+        releases = releases_of(self.name)
+        spans = releases.flags.get(name, ()) if releases else ()
+        if not spans:
+            return f"{server} has no {spelled}"
+        until = f" to {spans[-1][1]}" if spans[-1][1] else ""
+        return f"{server} has no {spelled} (releases from {spans[0][0]}{until} have)"

@@ -92,10 +92,11 @@ class Flags:
     def with_flag(self, flag: Flag) -> Flags:
         return replace(self, known={**self.known, flag.name: flag})
 
-    def unavailable(self, name: str) -> str | None:
-        """Why the running server cannot take this flag, or None."""
-        flag = "speculative_config" if name == "num_speculative_tokens" else name
-        return self.kind.unavailable(flag, self.version)
+    def unavailable(self, name: str, value: Any = None) -> str | None:
+        """Why the running server cannot take this flag, or this value of it; None where it can."""
+        if name == "num_speculative_tokens":
+            return self.kind.unavailable("speculative_config", self.version)
+        return self.kind.unavailable(name, self.version, value)
 
 
 def resolve(

@@ -16,12 +16,14 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from benchmarks.doctor.loads import CASES, HEALTHY, recorded
 from benchmarks.peers.peer_rules import PEERS, Figures, Peer
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
+from doctor.diagnosis.playbook import load_all
 from doctor.metrics.sources import Scrapes
 from servers.command import parse_command
 from servers.metrics.exposition import read_series_text, record, split_scrapes
@@ -69,14 +71,25 @@ class Verdict:
 
 
 def of_doctor(exhibit: Exhibit, flags_known: bool) -> Verdict:
-    found = exhibit.diagnosis(flags_known)
+    return judged(exhibit, exhibit.diagnosis(flags_known))
+
+
+def judged(exhibit: Exhibit, found: Diagnosis) -> Verdict:
     serious = [finding.id for finding in found.findings if finding.severity != "info"]
-    if exhibit.truth == HEALTHY:
+    if exhibit.truth == HEALTHY:  # and yet it may miss an objective, which is said
+        missed = any(judged.held is False for judged in found.objectives)
+        alarms = [name for name in serious if not (missed and name in _symptoms())]
         well = found.healthy or not all(judged.held or judged.excused for judged in found.objectives)
-        return Verdict(serious[0] if serious else HEALTHY, well and not serious)
+        return Verdict(alarms[0] if alarms else HEALTHY, well and not alarms)
     top = [finding.id for finding in found.findings[:2]]
     right = bool({exhibit.truth, *exhibit.also} & set(top))
     return Verdict(exhibit.truth if right else serious[0] if serious else HEALTHY, right)
+
+
+@cache
+def _symptoms() -> frozenset[str]:
+    """Findings that say no cause."""
+    return frozenset(book.id for book in load_all() if book.explained_by)
 
 
 def of_peer(exhibit: Exhibit, peer: Peer) -> Verdict:

@@ -29,8 +29,8 @@ def choose_source(
     bench: Path | None = None,
     connection: Connection | None = None,
 ) -> Source:
-    """The one source that the options name. Raises SourceError."""
-    from doctor.metrics.benchmark import BenchmarkResult
+    """The one source that the options name, and a benchmark's result beside it. Raises SourceError."""
+    from doctor.metrics.benchmark import BenchmarkResult, WithBenchmark
     from doctor.metrics.log_source import LogSource
     from doctor.metrics.sources import MetricsUrl, PrometheusSource, SeriesFile
     from servers.connection import Connection
@@ -42,7 +42,6 @@ def choose_source(
             ("--metrics", metrics),
             ("--prometheus", prometheus),
             ("--series", series),
-            ("--bench", bench),
         )
         if value is not None
     ]
@@ -55,14 +54,18 @@ def choose_source(
             "--since and --until look into the past; they need --prometheus URL or --series FILE"
         )
     reached = connection or Connection()
+    source: Source | None = None
     if metrics is not None:
-        return MetricsUrl(metrics, connection=reached, progress=_progress())
-    if prometheus is not None:
-        return PrometheusSource(prometheus, selector, period=period, connection=reached)
-    if series is not None:
-        return SeriesFile(series, period)
+        source = MetricsUrl(metrics, connection=reached, progress=_progress())
+    elif prometheus is not None:
+        source = PrometheusSource(prometheus, selector, period=period, connection=reached)
+    elif series is not None:
+        source = SeriesFile(series, period)
     if bench is not None:
-        return BenchmarkResult(bench)
+        result = BenchmarkResult(bench)
+        return result if source is None else WithBenchmark(source, result)
+    if source is not None:
+        return source
     if log is not None:
         return LogSource(log)
     raise SourceError(

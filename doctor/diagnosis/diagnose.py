@@ -62,7 +62,10 @@ def diagnose(
     for view in examined:
         own: list[tuple[Playbook, Finding]] = []
         for book in books:
-            truth = book.when.judge(view.lookup)
+            when = view.asked(book.when)
+            if when is None:
+                continue
+            truth = when.judge(view.lookup)
             if truth.value:
                 own.append((book, _finding(book, view)))
             elif truth.value is None and not view.excuses(truth.missing):
@@ -134,7 +137,14 @@ def _explain(found: list[tuple[Playbook, Finding]]) -> list[Finding]:
         cause = causes.get(identity)
         return None if cause is None else root(cause) or cause
 
-    return [replace(finding, suppressed_by=root(finding.id)) for _, finding in found]
+    return [_placed(book, finding, root(finding.id)) for book, finding in found]
+
+
+def _placed(book: Playbook, finding: Finding, cause: str | None) -> Finding:
+    """A page that names what explains it is a symptom: without one of these its cause is not known."""
+    unknown = cause is None and bool(book.explained_by)
+    title = f"{finding.title} (cause not found)" if unknown else finding.title
+    return replace(finding, suppressed_by=cause, title=title)
 
 
 def ranked(findings: Sequence[Finding]) -> list[Finding]:

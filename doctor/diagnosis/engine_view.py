@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from doctor.diagnosis.adapters import adapters_of
-from doctor.diagnosis.judged_objectives import JudgedObjectives
+from doctor.diagnosis.judged_objectives import MISSED, JudgedObjectives
 from doctor.diagnosis.objective_judgement import (
     Measured,
     ObjectiveJudgement,
+    any_missed,
     histograms_of,
     judgements,
     signals_of,
@@ -23,6 +24,7 @@ from doctor.metrics.signals import SIGNALS, Signal, metrics_of
 from doctor.metrics.sources import Observation
 from servers import known_flags as server_flags
 from servers.command import ServerCommand
+from servers.expression import Clause, without
 from servers.kind import ServerKind
 from servers.known_flags import Flags
 from servers.logs.log_facts import LogFacts
@@ -54,6 +56,8 @@ class EngineView:
             return self.readings[name]
         if name in self.constants:
             return Number.exactly(self.constants[name])
+        if name in MISSED:
+            return any_missed(name, self.objectives)
         if name in ASSUMPTIONS:
             return Missing(name, "assumption", ASSUMPTIONS[name])
         if (who := told_by(name)) is not None:
@@ -76,16 +80,20 @@ class EngineView:
         """No request was seen in the window."""
         return self._all_zero("running_max", "waiting_max", "deferred_mean", "first_tokens")
 
+    def asked(self, clause: Clause) -> Clause | None:
+        """A rule without the branches that ask for what this version never had; None where it needs one."""
+        readings = {name: self.lookup(name) for name in clause.names}
+        return without(
+            clause, {n for n, r in readings.items() if isinstance(r, Missing) and r.kind == "never"}
+        )
+
     def excuses(self, missing: Iterable[Missing]) -> bool:
         """Whether a rule does not apply here, rather than being undecided.
 
-        It compares with peers, and there are none; or it asks for what this version never had; or requests
-        are so few and short that no scrape met one, and nothing builds up.
+        It compares with peers, and there are none; or requests are so few and short that no scrape met one,
+        and nothing builds up.
         """
         kinds = {item.kind for item in missing}
-        if kinds == {"never"}:
-            return True
-        kinds -= {"never"}
         return "peers" in kinds or (kinds <= {"empty"} and self._all_zero("running_max", "waiting_max"))
 
     def _all_zero(self, *names: str) -> bool:
@@ -285,8 +293,8 @@ def _infer(flags: Flags, readings: Mapping[str, Reading], held_by_adapters: bool
     flat = usual > most - room if most >= 16 or (most >= 4 and decode <= 1) else usual > 0.8 * most - 0.5
     # One scrape with a queue says nothing of a level: it takes two, or the queue and the level at the end.
     held = waiting * (scrapes - 1) > 1.5 or (queue > 0 and last > most - room)
-    # What is observed outweighs a default that is guessed.
-    if held and queued >= deferred and waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > 1):
+    possible = held and queued >= deferred and most >= flags.known["max_num_seqs"].number.low
+    if possible and waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > 1):
         return flags.with_flag(server_flags.inferred("max_num_seqs", most, most, most))
     return flags
 
@@ -336,7 +344,7 @@ def _infer_speculation(flags: Flags, readings: Mapping[str, Reading]) -> Flags:
         return flags.with_flag(
             server_flags.inferred("num_speculative_tokens", each, each, 64.0 if each else 0.0)
         )
-    if drafted.kind == "metric":
+    if "metric" in (drafted.kind, drafts.kind):
         return flags.with_flag(server_flags.inferred("num_speculative_tokens", 0.0, 0.0, 0.0))
     return flags
 

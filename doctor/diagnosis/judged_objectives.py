@@ -16,6 +16,13 @@ end of what long documents are granted), is bad for anyone."""
 OBJECTIVE_NAMES = frozenset({*DEFAULTS, "slow_itl"})
 """What rules may name. ``slow_itl`` tells a slow step from a quick one: the ITL objective, or its default."""
 
+MISSED: Mapping[str, tuple[str, ...]] = {
+    "ttft_missed": ("ttft",),
+    "itl_missed": ("itl", "tpot"),
+    "work_missed": ("e2e", *RATES[:2]),
+}
+"""What rules may ask: 1 where an objective on one of these is missed, 0 where none is."""
+
 JUDGED: Mapping[str, str] = {"itl": "slo_itl_p99", "tpot": "slo_itl_p99", "ttft": "slo_ttft_p95"}
 """Families of latency that the doctor has objectives for, and what rules call these."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from doctor.diagnosis.judged_objectives import JudgedObjectives
+from doctor.diagnosis.judged_objectives import MISSED, JudgedObjectives
 from doctor.metrics.signals import SIGNALS, Mean, OverTime, Quantile, Signal
 from servers.reading import Missing, Number, Reading
 from servers.slo.bounds import Bound, family_of, format_value
@@ -64,6 +64,18 @@ class ObjectiveJudgement:
             return ""
         shown = [format_value(self.bound.metric, bound) for bound in (low, high)]
         return f"its bucket is {shown[0]} to {shown[1]}"
+
+
+def any_missed(name: str, judged: Iterable[ObjectiveJudgement]) -> Reading:
+    """1 or 0 for a name of :data:`MISSED`; what is missing where an objective cannot be judged."""
+    own = [one for one in judged if family_of(one.bound.metric) in MISSED[name]]
+    if any(one.held is False for one in own):
+        return Number.exactly(1.0)
+    for one in own:
+        if one.held is None and not one.excused:
+            kind = one.reading.kind if isinstance(one.reading, Missing) else "bound"
+            return Missing(one.bound.metric, kind, one.remark)
+    return Number.exactly(0.0)
 
 
 def signals_of(objectives: JudgedObjectives) -> list[Signal]:

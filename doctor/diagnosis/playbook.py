@@ -3,7 +3,8 @@
 Keys: ``id title severity when for prescribe expect``; ``cost``, by which findings are ranked and which a
 page of severity info may lack (requests held up at any time; or ``{tokens: …}``, lost per second; or
 ``{misplaced: …}``, requests on the wrong instance); and where wanted ``titles`` (what a finding is called
-instead, ``if`` a condition holds), ``explains`` (findings that this one causes), ``show`` (more signals as
+instead, ``if`` a condition holds), ``explains`` (findings that this one causes), ``explained_by`` (the
+same, said on the page of the consequence), ``show`` (more signals as
 evidence) and ``reproduce``. A file that breaks the schema is refused with the file, the key and what to write
 instead.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any, Literal, cast, get_args
@@ -21,6 +22,7 @@ from typing import Any, Literal, cast, get_args
 from doctor.diagnosis.cost import Cost
 from doctor.diagnosis.expectation import ExpectationError, parse_expectation
 from doctor.diagnosis.experiment import ExperimentError, Reproduction, read_reproduction
+from doctor.diagnosis.judged_objectives import MISSED
 from doctor.diagnosis.judged_objectives import OBJECTIVE_NAMES as SLO_NAMES
 from doctor.metrics.signals import SIGNALS
 from servers import expression
@@ -72,7 +74,7 @@ def told_by(name: str) -> str | None:
 
 
 _REQUIRED = ("id", "title", "severity", "when", "for", "prescribe", "expect")
-_OPTIONAL = ("cost", "titles", "explains", "show", "reproduce", "refutes")
+_OPTIONAL = ("cost", "titles", "explains", "explained_by", "show", "reproduce", "refutes")
 _REMEDY_KEYS = frozenset({"set", "unset", "do", "needs", "because"})
 FIGURE_IN_TEXT = re.compile(r"\{([^{}]+)\}")
 """An expression in a remedy's ``because``: its value stands there in the output."""
@@ -113,6 +115,7 @@ class Playbook:
     expect: Mapping[str, str]
     cost: Cost | None
     explains: tuple[str, ...]
+    explained_by: tuple[str, ...]
     show: tuple[str, ...]
     reproduction: Reproduction
     prose: str
@@ -136,12 +139,25 @@ class Playbook:
 def load_all() -> tuple[Playbook, ...]:
     """Every playbook of the package, by id. Raises PlaybookError."""
     files = [item for item in resources.files("playbooks").iterdir() if item.name.endswith(".md")]
-    books = [parse_playbook(item.read_text(encoding="utf-8"), item.name) for item in files]
-    check_together(books)
+    books = together(parse_playbook(item.read_text(encoding="utf-8"), item.name) for item in files)
     return tuple(sorted(books, key=lambda book: book.id))
 
 
-def check_together(books: Iterable[Playbook]) -> None:
+def together(books: Iterable[Playbook]) -> list[Playbook]:
+    """What a page says to be explained by others, said of those as well. Raises PlaybookError."""
+    joined = {book.id: book for book in books}
+    for book in list(joined.values()):
+        for cause in book.explained_by:
+            if cause not in joined:
+                raise PlaybookError(
+                    f"{book.id}.md: explained_by: no playbook {cause!r}{_near(cause, joined)}"
+                )
+            joined[cause] = replace(joined[cause], explains=(*joined[cause].explains, book.id))
+    check_together(joined.values())
+    return list(joined.values())
+
+
+def check_together(books: Collection[Playbook]) -> None:
     """Refuse playbooks that explain unknown ones, or each other in a circle. Raises PlaybookError."""
     by_id = {book.id: book for book in books}
     for book in by_id.values():
@@ -207,7 +223,8 @@ class _Reader:
             ),
             expect=self.expect(),
             cost=self.cost(),
-            explains=tuple(map(str, self.sequence("explains", self.matter.get("explains", [])))),
+            explains=self.ids("explains"),
+            explained_by=self.ids("explained_by"),
             show=self.show(),
             reproduction=self.reproduction(),
             prose=prose,
@@ -266,6 +283,9 @@ class _Reader:
             return Cost(self.expression(f"cost.{unit}", given[unit]), unit)
         return Cost(self.expression("cost", given))
 
+    def ids(self, key: str) -> tuple[str, ...]:
+        return tuple(map(str, self.sequence(key, self.matter.get(key, []))))
+
     def titles(self) -> tuple[tuple[Clause, str], ...]:
         cases = self.sequence("titles", self.matter.get("titles", []))
         for number, case in enumerate(cases):
@@ -322,7 +342,7 @@ class _Reader:
         return parsed
 
     def check_names(self, key: str, names: Iterable[str]) -> None:
-        known = {*SIGNALS, *FLAG_NAMES, *SLO_NAMES, *ASSUMPTIONS, *TOLD}
+        known = {*SIGNALS, *FLAG_NAMES, *SLO_NAMES, *MISSED, *ASSUMPTIONS, *TOLD}
         for name in sorted(names):
             if name not in known and name.removeprefix("baseline_") not in {*SIGNALS, *FLAG_NAMES}:
                 raise self.error(key, f"unknown name {name!r}{_near(name, known)}")

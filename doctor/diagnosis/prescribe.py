@@ -24,7 +24,10 @@ def prescriptions(book: Playbook, view: EngineView) -> tuple[Prescription, ...]:
     built: list[Prescription] = []
     doubtful: list[Prescription] = []
     for number, remedy in enumerate(book.remedies):
-        needed = remedy.needs.judge(view.lookup)
+        asked = view.asked(remedy.needs)
+        if asked is None:
+            continue
+        needed = asked.judge(view.lookup)
         if needed.value is False or any(item.kind != "flag" for item in needed.missing):
             continue
         # Undecided only because a flag is not known: prescribed with the condition in words.
@@ -75,8 +78,8 @@ def _prescription(remedy: Remedy, view: EngineView, condition: str | None) -> Pr
     wanted = _wanted(remedy, view)
     if wanted is None:
         return None
-    refused = [reason for name in wanted if (reason := flags.unavailable(name))]
-    checked = allowed({name: v for name, v in wanted.items() if not flags.unavailable(name)}, flags)
+    reasons = {name: reason for name, v in wanted.items() if (reason := flags.unavailable(name, v))}
+    checked = allowed({name: v for name, v in wanted.items() if name not in reasons}, flags)
     if checked is None:
         return None
     changes, notes = checked
@@ -90,9 +93,10 @@ def _prescription(remedy: Remedy, view: EngineView, condition: str | None) -> Pr
     known = flags.known
     uncertain = {n: known[n].origin for n in sorted(used & known.keys()) if not known[n].certain}
     because = None if remedy.because is None else _filled(remedy.because, view)
-    text = "; ".join(filter(None, [remedy.do, because, condition, *notes, *dict.fromkeys(refused)]))
+    text = "; ".join(filter(None, [remedy.do, because, condition, *notes, *dict.fromkeys(reasons.values())]))
     changes, was = _as_typed(changes, {name: flags.value(name) for name in changes}, flags)
-    return Prescription(changes, was, flags.kind.spelling.arguments(changes), text, uncertain)
+    words = flags.kind.spelling.arguments(changes, flags.kind.offered(flags.version))
+    return Prescription(changes, was, words, text, uncertain)
 
 
 def _filled(text: str, view: EngineView) -> str:

@@ -10,14 +10,16 @@ import ast
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
+from doctor.diagnosis.judged_objectives import MISSED, JudgedObjectives, judged_objectives
+from doctor.diagnosis.objective_judgement import figure_of
 from doctor.metrics.promql import PromQL
-from doctor.metrics.signals import SIGNALS, Node, metrics_of
+from doctor.metrics.signals import SIGNALS, Node, Signal, metrics_of
 from servers.expression import All, Clause, Expression, Relation
 from servers.known_flags import Flags
-from servers.metrics.catalog import METRICS, OPTIONAL
+from servers.metrics.catalog import METRICS
 from servers.reading import Number
+from servers.slo.bounds import Bound, family_of
 
 Value = float | str
 """A constant, or a PromQL vector with one element an engine."""
@@ -54,6 +56,7 @@ class RuleCompiler:
     promql: PromQL
     flags: Flags
     constants: Mapping[str, float] = field(default_factory=dict)
+    objectives: JudgedObjectives = field(default_factory=lambda: judged_objectives(None))
 
     def rule(self, clause: Clause) -> Compiled:
         unknown: dict[str, None] = {}
@@ -62,21 +65,21 @@ class RuleCompiler:
 
     def signal(self, name: str) -> str | None:
         """A signal's query; None where the server lacks its metrics."""
-        texts = [f"({self.promql.text(node)})" for node in self._sources(name)]
-        return f"({' or '.join(texts)})" if len(texts) > 1 else next(iter(texts), None)
+        return self._text(SIGNALS[name])
+
+    def _text(self, signal: Signal) -> str | None:
+        node = self._source(signal)
+        return None if node is None else f"({self.promql.text(node)})"
 
     def metrics(self, clause: Clause) -> set[str]:
-        """Catalog keys that a rule's signals read."""
-        signals = [name for name in clause.names if name in SIGNALS]
-        return set().union(*(metrics_of(node) for name in signals for node in self._sources(name)))
+        """Catalog keys that a rule's signals read, and the figures of its objectives."""
+        signals = [SIGNALS[name] for name in clause.names if name in SIGNALS]
+        signals += [figure for name in clause.names for _, figure in self._bounds(name)]
+        nodes = [self._source(signal) for signal in signals]
+        return set().union(*(metrics_of(node) for node in nodes if node is not None))
 
-    def _sources(self, name: str) -> list[Node]:
-        """The first source whose metrics the server has. Where that is unknown, those before the first that
-        every server has, too."""
-        usable = [node for node in SIGNALS[name].sources if all(map(self._has, metrics_of(node)))]
-        blind = self.promql.available is None
-        optional = len(list(takewhile(lambda node: blind and metrics_of(node) & OPTIONAL, usable)))
-        return usable[: optional + 1]
+    def _source(self, signal: Signal) -> Node | None:
+        return next((node for node in signal.sources if all(map(self._has, metrics_of(node)))), None)
 
     def _has(self, key: str) -> bool:
         available = self.promql.available
@@ -138,12 +141,28 @@ class RuleCompiler:
     def _name(self, name: str) -> Value | None:
         if name in SIGNALS:
             return self.signal(name)
+        if name in MISSED:
+            beyond = [self._beyond(bound, figure) for bound, figure in self._bounds(name)]
+            return _extreme("max", beyond) if beyond else 0.0
         if name in self.constants:
             return float(self.constants[name])
         reading = self.flags.reading(name)
         if isinstance(reading, Number) and (reading.exact or self.flags.known[name].certain):
             return float(reading.point)
         return self._drafts() if name == "num_speculative_tokens" else None
+
+    def _bounds(self, name: str) -> list[tuple[Bound, Signal]]:
+        """The objectives that a name of :data:`MISSED` stands for, with their figures."""
+        own = [bound for bound in self.objectives.bounds if family_of(bound.metric) in MISSED.get(name, ())]
+        return [(bound, figure) for bound in own if (figure := figure_of(bound.metric)) is not None]
+
+    def _beyond(self, bound: Bound, figure: Signal) -> str | None:
+        """1 for the engines that miss an objective, by the interpolated quantile; a rate only where requests
+        wait."""
+        text, waiting = self._text(figure), self.signal("waiting_mean")
+        if bound.op == "<=" or text is None:
+            return text and f"({text} > bool {bound.limit:.10g})"
+        return waiting and f"(({text} < bool {bound.limit:.10g}) * ({waiting} >= bool 1))"
 
     def _drafts(self) -> Value | None:
         """The speculative families exist only while speculation is on."""

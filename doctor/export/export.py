@@ -44,9 +44,13 @@ def compiler(
         observation = source.observe(None, objectives.values)
         examined = engine_views(observation, flags, objectives, log, assume or {}, None)
         seen = observation.evaluator.promql
-        promql = replace(promql, available=seen.available, identity=seen.identity)
-        return RuleCompiler(promql, examined[0].flags, constants)
+        promql = replace(promql, available=seen.available, identity=seen.identity, bounds=seen.bounds)
+        return RuleCompiler(promql, examined[0].flags, constants, objectives)
     if version is not None:
-        promql = replace(promql, available=catalog.spellings(catalog.names_of(version)))
+        promql = replace(
+            promql,
+            available=catalog.spellings(catalog.names_of(version)),
+            bounds=catalog.stated_bounds(VLLM, version),
+        )
     known = server_flags.resolve(flags, log, None, kind=VLLM, version=version)
-    return RuleCompiler(promql, known, constants)
+    return RuleCompiler(promql, known, constants, objectives)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -58,6 +59,19 @@ class BenchmarkResult(Source):
                 f"the others are in vtune bench report {self.path}"
             )
         return runs, (*said, *dict.fromkeys(line for run in runs for line in (*run.faults, *run.limits)))
+
+
+class WithBenchmark(Source):
+    """A server's metrics, beside the result of the benchmark that ran meanwhile."""
+
+    def __init__(self, metrics: Source, result: BenchmarkResult) -> None:
+        self.name, self._metrics, self._result = metrics.name, metrics, result
+
+    def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
+        """The metrics' signals, and the result's facts. Raises SourceError."""
+        told, seen = self._result.observe(window, slo), self._metrics.observe(window, slo)
+        notes = [f"{told.name}: {note}" for note in told.notes]
+        return replace(seen, notes=(*seen.notes, *notes), facts={**seen.facts, **told.facts})
 
 
 def _means(runs: Sequence[StatedResult]) -> Iterator[tuple[str, float]]:

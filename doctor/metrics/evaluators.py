@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from doctor.metrics.promql import PromQL, bucket_bound
+from doctor.metrics.promql import PromQL
 from doctor.metrics.signals import (
+    SHARED_OUT,
     Above,
     AgainstPeers,
     Constant,
@@ -266,7 +267,8 @@ class ScrapeEvaluator(Evaluator):
         """``slo``: as of :class:`PromQL`."""
         promql = PromQL(span.end - span.start, span.step, slo=slo)
         seen = cls(_cut(recording.series, span), span, promql)
-        return seen._as(identity=identity_of({key: seen.samples(key) for key in METRICS}))
+        identity = identity_of({key: seen.samples(key) for key in METRICS})
+        return seen._as(identity=identity, bounds={key: seen._bounds(key) for key in SHARED_OUT})
 
     def _as(self, **changes: Any) -> ScrapeEvaluator:
         """The same series, read otherwise."""
@@ -363,6 +365,17 @@ class ScrapeEvaluator(Evaluator):
         columns = self._columns(key, COUNTS[METRICS[key].kind])
         return [(series.labels, float(series.values[-1])) for _, _, series in columns]
 
+    def _bounds(self, key: str) -> tuple[float, ...]:
+        """The finite bucket bounds that every histogram of a metric has."""
+        own: dict[tuple[tuple[str, str], ...], set[float]] = {}
+        for _, _, series in self._columns(key, "_bucket"):
+            bound = _bound(series.labels.get("le", ""))
+            if bound is not None and math.isfinite(bound):
+                labels = tuple(sorted((n, v) for n, v in series.labels.items() if n != "le"))
+                own.setdefault(labels, set()).add(bound)
+        common = set.intersection(*own.values()) if own else set()
+        return tuple(sorted(common))
+
     def _columns(self, key: str, suffix: str) -> list[Column]:
         """A metric's series; of two names for one series, the newer (PromQL's ``or``)."""
         if (key, suffix) not in self._found:
@@ -435,7 +448,7 @@ class ScrapeEvaluator(Evaluator):
         return buckets
 
     def _above(self, node: Above) -> Numbers:
-        bound = bucket_bound(node, self.promql.slo)
+        bound = self.promql.bound_of(node)
         counts = self._reduced(node.metric, "_count", "increase")
         below = {group: own.get(bound) for group, own in self._buckets(node.metric).items()}
         return {

@@ -9,7 +9,7 @@ from typing import Any
 
 from doctor.metrics.evaluators import COUNTS, Evaluator, Group, Numbers
 from doctor.metrics.promql import PromQL, promql_duration
-from doctor.metrics.signals import Node, Quantile, Signal, metrics_of
+from doctor.metrics.signals import SHARED_OUT, Node, Quantile, Signal, metrics_of
 from servers.kinds import PREFIXES, plain
 from servers.metrics import catalog
 from servers.metrics.identity import PEERS, Sample, identity_of
@@ -41,11 +41,14 @@ class PrometheusEvaluator(Evaluator):
         self._ask = _remembered(ask) if seen is None else ask
         self._answers: dict[Node, list[Element]] = {}
         self._bound_cache: dict[str, dict[Group, list[float]]] = {}
+        asked = seen is None
         if seen is None:
             seen = self._what_there_is(promql)
             promql = replace(promql, identity=identity_of(seen.samples))
         self._seen = seen
         super().__init__(replace(promql, available=seen.names))
+        if asked:
+            self.promql = replace(self.promql, bounds={key: self._common(key) for key in SHARED_OUT})
 
     def _what_there_is(self, promql: PromQL) -> Seen:
         """Every series of a server, but for buckets and sums: these come with a count, and are many."""
@@ -149,6 +152,11 @@ class PrometheusEvaluator(Evaluator):
                 found = {owner: own.get(owner) or own.get(owner.without(within), []) for owner in owners}
             self._bound_cache[key] = found
         return self._bound_cache[key]
+
+    def _common(self, key: str) -> list[float]:
+        """The bounds that all engines have."""
+        own = [set(bounds) for bounds in self.bounds(key).values()] if self._has(key) else []
+        return sorted(set.intersection(*own)) if own else []
 
     def _bounds_by(self, key: str, by: tuple[str, ...] | None) -> tuple[dict[Group, list[float]], bool]:
         """The bounds, and whether each group has all of its bounds equally often."""

@@ -29,7 +29,8 @@ from doctor.metrics.signals import (
     counted,
     metrics_of,
 )
-from servers.metrics.catalog import METRICS, Metric, plain
+from servers.kinds import VLLM
+from servers.metrics.catalog import METRICS, Metric, plain, stated_bounds
 from servers.metrics.identity import PEERS, Identity
 
 _BY_PEERS = f"by ({', '.join(PEERS)})"
@@ -68,6 +69,8 @@ class PromQL:
     offset_ms: int = 0
     """How long before the evaluation's instant the window ends."""
     identity: Identity = field(default_factory=Identity)
+    bounds: Mapping[str, Sequence[float]] = field(default_factory=lambda: stated_bounds(VLLM))
+    """By key, the finite bucket bounds that all histograms of a metric have here, ascending."""
     by: tuple[str, ...] | None = None
     """Labels by which engines are added up, also histograms before their quantile; None: each by itself."""
 
@@ -90,7 +93,7 @@ class PromQL:
             case Mean(key):
                 return f"{self.text(HistogramSum(key))} / {self.text(Count(key))}"
             case Above(key, _):
-                bound = bucket_bound(node, self.slo)
+                bound = self.bound_of(node)
                 below = self._ranges(key, "_bucket", "increase", f'le=~"{bound:g}([.]0)?"')
                 return f"1 - {self._combined(key, below, drop='le')} / {self.text(Count(key))}"
             case Share(conditions):
@@ -125,6 +128,12 @@ class PromQL:
                 return self._beside(self._host_figure(key, how))
             case EnginesOnHost():
                 return self._beside(f"count by ({_HOST}) ({self._hosts()})")
+
+    def bound_of(self, node: Above) -> float:
+        """The bucket bound that stands for ``node``'s threshold: the first one at or above it."""
+        wanted = self.slo[node.bound] if isinstance(node.bound, str) else node.bound
+        bounds = self.bounds.get(node.metric, ())
+        return next((bound for bound in bounds if bound >= wanted), bounds[-1] if bounds else wanted)
 
     def _combined(self, key: str, vector: str, how: str = "", keep: str = "", drop: str = "") -> str:
         """One element per engine out of a metric's series; ``keep`` and ``drop``: a label of its values."""
@@ -251,15 +260,6 @@ class PromQL:
 
 def _with_host(vector: str) -> str:
     return f'label_replace({vector}, "{_HOST}", "$1", "instance", "([^:]*).*")'
-
-
-def bucket_bound(node: Above, slo: Mapping[str, float]) -> float:
-    """The bucket bound that stands for ``node``'s threshold: the first one at or above it."""
-    if not isinstance(node.bound, str):
-        return node.bound
-    wanted = slo[node.bound]
-    bounds = METRICS[node.metric].bounds
-    return next((bound for bound in bounds if bound >= wanted), bounds[-1])
 
 
 def promql_duration(ms: int) -> str:

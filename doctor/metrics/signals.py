@@ -193,9 +193,12 @@ def _signal(name: str, unit: SignalUnit, help: str, *sources: Node) -> Signal:
     return Signal(name, unit, help, sources)
 
 
+def _less(metric: str) -> Node:
+    return Product(Constant(-1.0), Mean(metric))
+
+
 _WAITING = GaugeCondition(("queue",), 0)
-"""For capacity, as in all signals of waiting. A server that tells no reasons (vLLM before 0.20) has one
-queue."""
+"""For capacity. A server that tells no reasons (vLLM before 0.20) has one queue."""
 _BUSY = GaugeCondition(("running",), 0)
 _ACTIVE = GaugeCondition(("running", "waiting"), 0)
 _FULL = GaugeCondition(("kv_usage",), 0.95)
@@ -213,6 +216,30 @@ _RATES = Sum((OverTime("prompt_tokens", "rate"), OverTime("generation_tokens", "
 _ROWS = Sum((MeanWhile("running", (_BUSY,)), Constant(_FREE_ROWS)))
 _LITTLE = Ratio(OverTime("running", "avg"), OverTime("generation_tokens", "rate"))
 _TYPICAL = Quantile(0.5, "itl")
+# Where prefill has no histogram, it is what a first token takes beside the wait, which is told or follows by
+# Little's law; what decodes, the gaps between tokens add up to.
+_PREFILLS: tuple[Node, ...] = (
+    Mean("prefill_time"),
+    *(
+        Sum((Mean("ttft"), Product(Constant(-1.0), wait)))
+        for wait in (Mean("queue_time"), Ratio(OverTime("waiting", "avg"), Count("ttft", "rate")))
+    ),
+)
+_PREFILLING = tuple(
+    Sum((HistogramSum("ttft", "rate"), Product(Constant(-1.0), waiting)))
+    for waiting in (HistogramSum("queue_time", "rate"), OverTime("waiting", "avg"))
+)
+# Tokens prefilled leave out what the prefix cache had; older versions tell only the prompt's length.
+_LENGTHS = ("prefill_length", "prompt_length")
+# Where prefills are not counted, each prompt is taken to hit the prefix cache for the same share of it.
+_LONGEST = Quantile(1, "prompt_length")
+_COMPUTED = tuple(
+    Sum((Constant(1.0), Product(Constant(-1.0), hits)))
+    for hits in (
+        Ratio(OverTime("prefix_hits", "increase"), OverTime("prefix_queries", "increase")),
+        OverTime("cache_hit_rate", "avg"),
+    )
+)
 
 SIGNALS: dict[str, Signal] = {
     signal.name: signal
@@ -231,10 +258,30 @@ SIGNALS: dict[str, Signal] = {
             "mean of running while any runs and others wait",
             MeanWhile("running", (_WAITING, _BUSY)),
         ),
-        _signal("waiting_mean", "requests", "mean of waiting requests", OverTime("queue", "avg")),
-        _signal("waiting_max", "requests", "most requests waiting", OverTime("queue", "max")),
-        _signal("waiting_last", "requests", "waiting at the end", OverTime("queue", "last")),
-        _signal("waiting_delta", "requests", "change of waiting", OverTime("queue", "delta")),
+        _signal(
+            "waiting_mean",
+            "requests",
+            "mean of requests that wait for capacity",
+            OverTime("queue", "avg"),
+        ),
+        _signal(
+            "waiting_max",
+            "requests",
+            "most requests waiting",
+            OverTime("queue", "max"),
+        ),
+        _signal(
+            "waiting_last",
+            "requests",
+            "waiting at the end",
+            OverTime("queue", "last"),
+        ),
+        _signal(
+            "waiting_delta",
+            "requests",
+            "change of waiting",
+            OverTime("queue", "delta"),
+        ),
         _signal("waiting_slope", "1/s", "slope of waiting", OverTime("queue", "deriv")),
         _signal("active_share", "share", "share of time with any request", Share((_ACTIVE,))),
         _signal(
@@ -346,12 +393,14 @@ SIGNALS: dict[str, Signal] = {
                 Product(
                     _RATES,
                     Least(
-                        Ratio(Mean("prefill_time"), Sum((Mean(length), Constant(_FREE_ROWS)))),
+                        Ratio(prefill, Sum((Mean(length), Constant(_FREE_ROWS)))),
                         Ratio(Least(_TYPICAL, Mean("itl")), _ROWS),
                     ),
                 )
-                for length in ("prefill_length", "prompt_length")
+                for prefill in _PREFILLS
+                for length in _LENGTHS
             ),
+            Product(_RATES, Ratio(Least(_TYPICAL, Mean("itl")), _ROWS)),
             Product(OverTime("generation_tokens", "rate"), Ratio(_LITTLE, _ROWS)),
         ),
         _signal(
@@ -360,11 +409,13 @@ SIGNALS: dict[str, Signal] = {
             "what a step takes longer for one sequence more, where few steps carry prompts",
             *(
                 Least(
-                    Ratio(Sum((Mean("prefill_time"), Product(Constant(-1.0), Mean("itl")))), Mean(length)),
+                    Ratio(Sum((prefill, Product(Constant(-1.0), Mean("itl")))), Mean(length)),
                     Ratio(Mean("itl"), _ROWS),
                 )
-                for length in ("prefill_length", "prompt_length")
+                for prefill in _PREFILLS
+                for length in _LENGTHS
             ),
+            Ratio(Mean("itl"), _ROWS),
         ),
         _signal("tpot_p50", "s", "median time per output token of a request", Quantile(0.5, "tpot")),
         _signal("tpot_mean", "s", "mean time per output token of a request", Mean("tpot")),
@@ -381,14 +432,26 @@ SIGNALS: dict[str, Signal] = {
         _signal(
             "queued_share", "share", "share of the finished that waited over 0.3 s", Above("queue_time", 0.3)
         ),
-        _signal("prefill_time_mean", "s", "mean time in prefill", Mean("prefill_time")),
+        _signal("prefill_time_mean", "s", "mean time in prefill", *_PREFILLS),
         _signal("decode_time_mean", "s", "mean time in decode", Mean("decode_time")),
-        # Without the histograms, tokens stand for time; a prompt's take less of it.
+        # The parts are of the requests that finished. While a queue grows, first tokens are of others, and
+        # what is left of their time is more; an end-to-end time has in it what follows the first token.
+        _signal(
+            "outside_mean",
+            "s",
+            "mean time before the first token that is neither queue nor prefill",
+            Least(
+                Sum((Mean("e2e"), *(_less(part) for part in ("queue_time", "prefill_time", "decode_time")))),
+                Sum((Mean("ttft"), *(_less(part) for part in ("queue_time", "prefill_time")))),
+            ),
+        ),
+        # Without any of the histograms, tokens stand for time; a prompt's take less of it.
         _signal(
             "decode_per_prefill",
             "ratio",
             "time in decode over time in prefill",
             Ratio(HistogramSum("decode_time"), HistogramSum("prefill_time")),
+            *(Ratio(HistogramSum("itl", "rate"), prefilling) for prefilling in _PREFILLING),
             Ratio(OverTime("generation_tokens", "increase"), OverTime("prompt_tokens", "increase")),
         ),
         _signal(
@@ -396,6 +459,7 @@ SIGNALS: dict[str, Signal] = {
             "requests",
             "requests in prefill at once (prefill seconds per second)",
             HistogramSum("prefill_time", "rate"),
+            *_PREFILLING,
         ),
         # Traffic
         _signal("first_tokens", "count", "requests that got a first token", Count("ttft")),
@@ -432,7 +496,6 @@ SIGNALS: dict[str, Signal] = {
             "bound of the largest steps' bucket; a prompt is booked whole where it ends",
             Quantile(1, "iteration_tokens"),
         ),
-        # Tokens prefilled leave out what the prefix cache had; older versions tell only the prompt's length.
         _signal(
             "long_prefill_share",
             "share",
@@ -448,6 +511,14 @@ SIGNALS: dict[str, Signal] = {
             Quantile(0.99, "prompt_length"),
         ),
         _signal(
+            "prefill_tokens_max",
+            "tokens",
+            "bound of the longest prefills' bucket",
+            Quantile(1, "prefill_length"),
+            *(Least(Product(_LONGEST, share), _LONGEST) for share in _COMPUTED),
+            _LONGEST,
+        ),
+        _signal(
             "prefill_tokens_mean",
             "tokens",
             "mean of tokens prefilled",
@@ -460,6 +531,7 @@ SIGNALS: dict[str, Signal] = {
             "prefill time over tokens prefilled",
             Ratio(HistogramSum("prefill_time"), HistogramSum("prefill_length")),
             Ratio(HistogramSum("prefill_time"), HistogramSum("prompt_length")),
+            *(Ratio(prefill, Mean("prompt_length")) for prefill in _PREFILLS[1:]),
         ),
         _signal(
             "output_tokens_max",
@@ -503,6 +575,12 @@ SIGNALS: dict[str, Signal] = {
         ),
     )
 }
+
+
+SHARED_OUT = frozenset(
+    source.metric for signal in SIGNALS.values() for source in signal.sources if isinstance(source, Above)
+)
+"""Histograms of which a rule asks for the share above a bound."""
 
 
 def counted(node: Node) -> bool:

@@ -196,8 +196,8 @@ def serve(
         Any,
         _flag(
             "Speculation as a JSON object: method (ngram, suffix, draft_model, eagle), "
-            "num_speculative_tokens, model (of draft_model and eagle), disable_by_batch_size, and each "
-            "method's own keys.",
+            "num_speculative_tokens, model (of draft_model and eagle), each method's own keys, "
+            "and disable_by_batch_size, which vLLM does not have.",
             parser=parse_speculation,
             metavar="JSON",
         ),

@@ -27,6 +27,7 @@ USUAL: dict[str, Spread] = {
     "enforce_eager": (0, 0, 0),
     "num_gpu_blocks_override": (0, 0, 0),
     "kv_cache_memory_bytes": (0, 0, 0),
+    "api_server_count": (1, 1, 64),
 }
 """vLLM's."""
 # What a flag can be at all, where neither a command line nor a log is there to say.
@@ -42,6 +43,7 @@ _CONCEIVABLE: dict[str, tuple[float, float]] = {
     "enforce_eager": (0, 1),
     "num_gpu_blocks_override": (0, math.inf),
     "kv_cache_memory_bytes": (0, math.inf),
+    "api_server_count": (1, 64),
 }
 NAMES = frozenset(USUAL)
 

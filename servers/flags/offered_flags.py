@@ -1,4 +1,6 @@
-"""Which flags a server's program takes, read from its own help: once for each installed version, then cached.
+"""Which flags a server's program takes: as the facts of its release say, or read from its own help.
+
+The help is read once for each installed version, then cached.
 
 The cache is one JSON file a program in ``$VTUNE_CACHE/offered-flags`` (default ``~/.cache/vtune``), under the
 program's path and modification time, which an installation of another version changes.
@@ -16,8 +18,10 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
+from servers.facts import releases_of
 from servers.files import write_atomically
 
 HELP_SECONDS = 120.0
@@ -38,7 +42,7 @@ class OfferedFlags:
     version: str | None
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def __contains__(self, flag: str) -> bool:
+    def __contains__(self, flag: object) -> bool:
         return flag in self.flags
 
     def lacking(self, names: Iterable[str]) -> list[str]:
@@ -46,13 +50,26 @@ class OfferedFlags:
         return [name for name in dict.fromkeys(names) if name not in self.flags]
 
     def takes(self, flag: str, value: object) -> bool:
-        """Whether the help lists ``value``, or lists none."""
-        choices = self.flags.get(flag, ())
-        return not choices or not isinstance(value, str) or value in choices
+        """Whether the program has the flag, and lists ``value`` for it or lists none. None, "not given",
+        needs no flag."""
+        choices = self.flags.get(flag)
+        return value is None or (choices is not None and (not choices or str(value) in choices))
 
     def near(self, flag: str) -> str:
         """The most similar flag, or ""."""
         return next(iter(difflib.get_close_matches(flag, self.flags, n=1)), "")
+
+
+@cache
+def released_flags(server: str, version: str) -> OfferedFlags | None:
+    """Of a release of a kind of server by its name; None for one that has no wheels."""
+    releases = releases_of(server)
+    if releases is None:
+        return None
+    flags = releases.flags_at(version)
+    return OfferedFlags(
+        server, version, {name: tuple(map(str, flag.choices)) for name, flag in flags.items()}
+    )
 
 
 def read_offered_flags(

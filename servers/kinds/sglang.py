@@ -49,7 +49,6 @@ NAMES: Mapping[str, str] = {
 the share of weights and KV cache alone: activations and graphs must fit into the rest.
 """
 ALIASES: Mapping[str, str] = {
-    "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
     "tp": "tp_size",
     "tensor_parallel_size": "tp_size",
     "pp": "pp_size",
@@ -61,6 +60,8 @@ ALIASES: Mapping[str, str] = {
     "speculative_algo": "speculative_algorithm",
 }
 """Other spellings that SGLang takes."""
+RENAMED: Mapping[str, str] = {"cuda_graph_max_bs": "cuda_graph_max_bs_decode"}
+"""Spellings of older releases: until 0.5.13 the sizes of graphs of both stages went by one name."""
 SWITCHES: Mapping[str, tuple[str, bool]] = {
     "enable_prefix_caching": ("disable_radix_cache", False),
     "enforce_eager": ("disable_cuda_graph", True),
@@ -155,6 +156,7 @@ SGLANG = ServerKind(
         NAMES,
         ALIASES,
         SWITCHES,
+        renamed=RENAMED,
         values={"kv_cache_dtype": {"fp8": "fp8_e4m3"}},
         others={
             "enable_chunked_prefill": "chunked_prefill_size",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from itertools import pairwise
 
 SIGNS: Mapping[str, tuple[str, ...]] = {
     "log_starts": ("non-default args: {", "args: Namespace(", "server_args=ServerArgs("),
@@ -42,7 +44,14 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
 ``v1/executor`` and ``distributed/device_communicators`` (V0's ``engine`` too), SGLang's ``managers``, torch's
 NCCL backend, and the kernel's driver messages."""
 
+_ENDING = re.compile(r"\[shutdown\] |^INFO: +Shutting down$|Gracefully stopping|Received exit signal", re.M)
+"""A server that was told to stop: what its parts then say of each other is no failure."""
+_START = re.compile("|".join(map(re.escape, SIGNS["log_starts"])))
+
 
 def incidents(text: str) -> dict[str, float]:
-    """How often ``text`` tells of each kind; all names of SIGNS."""
-    return {name: float(sum(map(text.count, signs))) for name, signs in SIGNS.items()}
+    """How often ``text`` tells of each kind; all names of SIGNS. An orderly end counts for nothing."""
+    starts = [0, *(match.start() for match in _START.finditer(text)), len(text)]
+    lives = [_ENDING.split(text[begin:end], maxsplit=1)[0] for begin, end in pairwise(starts)]
+    told = "\n".join(lives)
+    return {name: float(sum(map(told.count, signs))) for name, signs in SIGNS.items()}

@@ -27,15 +27,13 @@ class Metric:
     """One quantity. ``names`` are sample names (counters end in _total); a histogram's lack the suffix.
 
     ``combine`` says how several series of one engine add up: requests sum, a percentage must not.
-    ``bounds`` are vLLM's bucket bounds where a rule needs one by value. ``where``: by name, the label and
-    value of the series that are meant, where the name has others as well.
+    ``where``: by name, the label and value of the series that are meant, where the name has others as well.
     """
 
     key: str
     kind: MetricKind
     names: tuple[str, ...]
     combine: Literal["sum", "max"] = "sum"
-    bounds: tuple[float, ...] = ()
     where: tuple[tuple[str, str, str], ...] = ()
 
     def chosen_by(self, name: str) -> tuple[str, str] | None:
@@ -59,19 +57,8 @@ def _metric(
 ) -> Metric:
     """``names``: of other exporters; the servers' own stand in ``servers.kinds``."""
     own = [name for server in KINDS.values() for name in server.metrics.get(key, ())]
-    return Metric(key, kind, tuple(dict.fromkeys((*own, *names))), combine, _BOUNDS.get(key, ()), where)
+    return Metric(key, kind, tuple(dict.fromkeys((*own, *names))), combine, where)
 
-
-_BOUNDS: dict[str, tuple[float, ...]] = {
-    "ttft": (
-        *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-        *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-    ),
-    "itl": (
-        *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-        *(20.0, 40.0, 80.0),
-    ),
-}
 
 BY_REASON = "vllm:num_requests_waiting_by_reason"
 METRICS: dict[str, Metric] = {
@@ -185,25 +172,42 @@ def names_of(version: str) -> frozenset[str]:
     )
 
 
+@cache
+def stated_bounds(kind: ServerKind, version: str | None = None) -> Mapping[str, tuple[float, ...]]:
+    """By key, a histogram's bucket bounds in a release (None: the newest), where they are constants."""
+    releases = releases_of(kind.name)
+    told = releases.metrics_at(version or releases.releases[-1]) if releases else {}
+    found = {}
+    for key, names in kind.metrics.items():
+        exposed = (told[name] for name in names if name in told and not told[name].hidden)
+        if (fact := next(exposed, None)) is not None and fact.buckets:
+            found[key] = fact.buckets
+    return found
+
+
 def bare(metric: Metric, name: str) -> str:
     """A sample name as the server's source has it: without the suffix of a counter."""
     return name.removesuffix("_total") if metric.kind == "counter" else name
 
 
 def never_had(kind: ServerKind, version: str | None, present: Collection[str]) -> frozenset[str]:
-    """Keys of the metrics that a server of this version cannot have.
+    """Keys of the metrics that a server of this version cannot have: those that no release of its kind has,
+    and those that this one lacks.
 
-    ``version`` None: of every release that exposes just what is ``present``, among the sample names that are
-    read; empty where there is no such release, or no wheel of this kind.
+    ``version`` None: what all releases lack that expose just what is ``present``, among the sample names that
+    are read; nothing of releases where there is no such release, or no wheel of this kind.
     """
+    if not kind.metrics:
+        return frozenset()  # it has another kind's
+    strange = frozenset(METRICS.keys() - kind.metrics.keys() - ELSEWHERE.keys())
     releases = releases_of(kind.name)
     if releases is None:
-        return frozenset()
+        return strange
     own = {key: {bare(METRICS[key], name) for name in names} for key, names in kind.metrics.items()}
 
     def lacking(told: Mapping[str, Fact]) -> frozenset[str]:
         exposed = _exposed(told)
-        return frozenset(key for key, names in own.items() if names.isdisjoint(exposed))
+        return strange | {key for key, names in own.items() if names.isdisjoint(exposed)}
 
     if version is not None:
         return lacking(releases.metrics_at(version))
@@ -220,7 +224,7 @@ def never_had(kind: ServerKind, version: str | None, present: Collection[str]) -
         for told in map(releases.metrics_at, releases.releases)
         if seen <= told.keys() and all(name in seen or name not in told or told[name].when for name in always)
     ]
-    return frozenset.intersection(*map(lacking, possible)) if possible else frozenset()
+    return frozenset.intersection(*map(lacking, possible)) if possible else strange
 
 
 def _exposed(metrics: Mapping[str, Fact]) -> frozenset[str]:

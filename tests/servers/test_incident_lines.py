@@ -40,3 +40,20 @@ def test_a_line_tells_of_its_kind_alone(line: str, kind: str) -> None:
 
 def test_starts_are_counted_and_a_log_without_failures_tells_of_none() -> None:
     assert parse_log("\n".join([START] * 4)).incidents == {**dict.fromkeys(SIGNS, 0.0), "log_starts": 4.0}
+
+
+ENDING = (
+    "INFO [core_client.py:774] [shutdown] MPClient: engine manager stopped",
+    "ERROR [async_llm.py:906] vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.",
+    "INFO:     Shutting down",
+)
+"""What vLLM 0.32 writes where it is told to stop."""
+
+
+def test_an_orderly_end_is_no_death() -> None:
+    assert parse_log("\n".join([START, *ENDING])).incidents["log_engine_deaths"] == 0
+    died = [START, "ERROR EngineCore encountered a fatal error.", *ENDING]
+    assert parse_log("\n".join(died)).incidents["log_engine_deaths"] == 1
+    again = [START, *ENDING, *died]
+    found = parse_log("\n".join(again)).incidents
+    assert (found["log_engine_deaths"], found["log_starts"]) == (1, 2)

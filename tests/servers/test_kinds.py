@@ -52,7 +52,6 @@ def test_its_facts_are_of_names_that_exist(kind: ServerKind) -> None:
         (["vllm:num_requests_running", "vllm:gpu_cache_usage_perc"], "0.8 to 0.9.1"),
         (["vllm:kv_cache_usage_perc"], "0.9.2 or later"),
         (["vllm:inter_token_latency_seconds_count"], "0.10.2 or later"),
-        (["vllm_num_requests_running"], "vLLM"),
         (["sglang:num_running_reqs"], "SGLang"),
     ],
 )

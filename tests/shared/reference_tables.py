@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from doctor.diagnosis.judged_objectives import MISSED
 from doctor.diagnosis.judged_objectives import OBJECTIVE_NAMES as SLO_NAMES
 from doctor.diagnosis.playbook import ASSUMPTIONS, TOLD
 from doctor.metrics.signals import SIGNALS
@@ -24,6 +25,7 @@ def other_names() -> str:
     rows = {
         "flags of the server": FLAG_NAMES,
         "limits, from `--slo` or their defaults": SLO_NAMES,
+        "whether one of them is missed (1 or 0)": MISSED,
         "what the user states with `--assume`": ASSUMPTIONS,
         "what a log, a baseline, a benchmark or labels say": TOLD,
     }

@@ -28,6 +28,8 @@ DRAFTS = f"{SPECULATION}.num_speculative_tokens"
 METHOD = f"{SPECULATION}.method"
 THRESHOLD = "long_prefill_token_threshold"
 MAX_RUNGS = 1000
+_LOOKUP = {"method": "ngram", "num_speculative_tokens": 1}
+"""The least of a speculative config that needs no second model."""
 
 
 class SpaceError(UserError):
@@ -263,13 +265,15 @@ class Surroundings:
 
     def spelling(self, flag: str) -> str:
         """The server's own name of a flag."""
-        return KINDS[self.server].spelling.own(flag)
+        return KINDS[self.server].spelling.own(flag, self.offered)
 
     def absent(self, knob: Knob, baseline: Mapping[str, Any]) -> str:
         """Why the knob is left alone here; "" where it can matter."""
         flag = self.spelling(knob.flag)
         if self.offered is not None and flag not in self.offered:
             return f"{self.program} has no --{flag.replace('_', '-')}"
+        if self.offered is not None and knob.flag == SPECULATION and not self._takes(SPECULATION, _LOOKUP):
+            return f"{self.program} does not speculate by n-grams"
         if knob.on_cpu == () and self.cpu:
             return "it has no effect on a CPU"
         if knob.flag == "gpu_memory_utilization" and self.memory and self.memory.pinned:
@@ -284,8 +288,12 @@ class Surroundings:
             knob = replace(knob, values=knob.on_cpu)
         if self.offered is None or "." in knob.name:
             return knob
-        flag = self.spelling(knob.flag)
-        return replace(knob, values=tuple(v for v in knob.values if self.offered.takes(flag, v)))
+        return replace(knob, values=tuple(v for v in knob.values if self._takes(knob.flag, v)))
+
+    def _takes(self, flag: str, value: Any) -> bool:
+        assert self.offered is not None, "asked only where it is known"
+        written = KINDS[self.server].spelling.to_own({flag: value}, self.offered)
+        return all(self.offered.takes(name, own) for name, own in written.items())
 
 
 def geometric(low: float, high: float, include: int = 0) -> tuple[int, ...]:

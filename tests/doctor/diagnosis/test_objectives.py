@@ -103,3 +103,114 @@ def test_of_a_fleet_the_engine_furthest_from_the_objective_is_shown() -> None:
     merged = [(parts[0][0], "".join(text for _, text in parts)) for parts in zip(*pages, strict=True)]
     text = as_text(diagnose(Scrapes(merged), {}))
     assert "TTFT P95 < 2 s (default): MISSED on 2 of 3 engines (9.88 s on c:1); held on 1 of 3" in text
+
+
+AS_REPORTED = Server(
+    running=2,
+    kv=0.1,
+    histograms={
+        "itl": {0.03: 245},
+        "tpot": {0.03: 5},
+        "queue_time": {0.001: 5},
+        "decode_time": {1.47: 5},
+    },
+)
+"""What people wrote about, rebuilt: a slow first token, or slow gaps, and nothing that waits."""
+
+
+def reported(**histograms: dict[float, float]) -> Server:
+    return replace(AS_REPORTED, histograms={**AS_REPORTED.histograms, **histograms})
+
+
+def lengths(tokens: float) -> dict[str, dict[float, float]]:
+    return {"prompt_length": {tokens: 5}, "prefill_length": {tokens: 5}}
+
+
+REPORTS = {
+    "prompts of 900 tokens that take 6 s": (
+        reported(ttft={6.0: 5}, prefill_time={5.9: 5}, e2e={7.47: 5}, **lengths(900.0)),
+        "ttft-missed",
+        "Objective missed: the time to the first token, most of which is prefill (cause not found)",
+        "5.9 s are prefill",
+    ),
+    "a front end of nearly 5 s": (
+        reported(ttft={6.0: 5}, prefill_time={1.2: 5}, e2e={7.47: 5}, **lengths(3000.0)),
+        "front-end-slow",
+        "Most of the time to the first token passes outside the engine, in the front end",
+        "--api-server-count 2",
+    ),
+    "half explained by nothing": (
+        reported(ttft={8.0: 5}, queue_time={0.2: 5}, prefill_time={0.5: 5}, e2e={9.47: 5}, **lengths(500.0)),
+        "front-end-slow",
+        "Most of the time to the first token passes outside the engine, in the front end",
+        "queue and prefill take 700 ms of a request's time, 7,300 ms pass outside",
+    ),
+    "gaps longer than any prompt takes": (
+        reported(
+            itl={0.018: 950, 0.95: 50},
+            ttft={0.3: 5},
+            prefill_time={0.25: 5},
+            e2e={13.0: 5},
+            decode_time={12.7: 5},
+            **lengths(300.0),
+        ),
+        "itl-missed",
+        "Objective missed: the pace of tokens; single gaps longer than a prompt's prefill takes "
+        "(cause not found)",
+        "prompts do not explain gaps this long",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_a_missed_objective_says_where_the_time_went(name: str) -> None:
+    server, identity, title, words = REPORTS[name]
+    flags = {"max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 2048}
+    found = diagnose(Scrapes(server.scrapes()), flags, "itl_p99<100ms,ttft_p95<1s")
+    first = found.findings[0]
+    assert (first.id, first.title, found.worst(), found.healthy) == (identity, title, "warning", False)
+    assert words in as_text(found)
+
+
+@pytest.mark.parametrize(
+    ("queue", "prefill", "outside", "place"),
+    [(5.0, 0.4, 0.6, "queueing"), (0.4, 5.0, 0.6, "prefill"), (2.0, 1.9, 2.1, "passes outside the engine")],
+)
+def test_the_largest_part_of_the_time_to_the_first_token_is_named(
+    queue: float, prefill: float, outside: float, place: str
+) -> None:
+    first = queue + prefill + outside
+    server = reported(
+        ttft={first: 5}, queue_time={queue: 5}, prefill_time={prefill: 5}, e2e={first + 1.47: 5}
+    )
+    found = diagnose(Scrapes(server.scrapes()), {}, "ttft_p95<1s")
+    (finding,) = [one for one in found.findings if one.id == "ttft-missed"]
+    assert f"most of which {'is ' if place != 'passes outside the engine' else ''}{place}" in finding.title
+
+
+def test_a_growing_queue_is_not_taken_for_a_slow_front_end() -> None:
+    """First tokens are of later requests than those that finished: they waited longer."""
+    server = reported(ttft={9.0: 5}, queue_time={4.0: 5}, prefill_time={0.5: 5}, e2e={5.97: 5})
+    found = diagnose(Scrapes(server.scrapes()), {}, "ttft_p95<1s")
+    assert "front-end-slow" not in [one.id for one in found.findings]
+
+
+def test_a_server_without_the_parts_still_has_its_miss_found() -> None:
+    pages = [
+        (at, "\n".join(line for line in page.splitlines() if "request_" not in line) + "\n")
+        for at, page in reported(ttft={6.0: 5}).scrapes()
+    ]
+    found = diagnose(Scrapes(pages), {}, "ttft_p95<1s")
+    assert "Objective missed: the time to the first token (cause not found)" in [
+        one.title for one in found.findings
+    ]
+
+
+def test_a_cause_that_is_found_explains_the_miss() -> None:
+    capped = replace(
+        BASE, running=2, waiting=9, kv=0.02, histograms={"ttft": {8.0: 10}, "queue_time": {7.8: 10}}
+    )
+    found = diagnose(Scrapes(capped.scrapes()), {"max_num_seqs": 2})
+    seen = {one.id: one for one in found.findings}
+    assert seen["ttft-missed"].suppressed_by == "seq-cap"
+    assert "cause not found" not in seen["ttft-missed"].title

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from playbook_cases import BASE, CASES, LONG
+from playbook_cases import BASE, CASES, LONG, Case
 from synthetic_server import Server
 
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
@@ -33,8 +33,8 @@ SPECIAL = {
 """Need more than one server's metrics; test_other_sources.py and test_incidents.py have their cases."""
 
 
-def examine(server: Server, flags: Mapping[str, Any], assume: Mapping[str, float]) -> Diagnosis:
-    return diagnose(Scrapes(server.scrapes()), flags, assume=assume)
+def examine(server: Server, flags: Mapping[str, Any], case: Case) -> Diagnosis:
+    return diagnose(Scrapes(server.scrapes()), flags, case.slo, assume=case.assume)
 
 
 def test_every_playbook_but_the_fleet_one_has_a_case() -> None:
@@ -45,14 +45,14 @@ def test_every_playbook_but_the_fleet_one_has_a_case() -> None:
 @pytest.mark.parametrize("identity", CASES)
 def test_fires_on_the_symptom(identity: str) -> None:
     case = CASES[identity]
-    found = examine(case.firing, case.flags, case.assume)
+    found = examine(case.firing, case.flags, case)
     assert identity in [finding.id for finding in found.findings]
 
 
 @pytest.mark.parametrize("identity", CASES)
 def test_is_silent_beside_it(identity: str) -> None:
     case = CASES[identity]
-    found = examine(case.quiet, case.flags if case.quiet_flags is None else case.quiet_flags, case.assume)
+    found = examine(case.quiet, case.flags if case.quiet_flags is None else case.quiet_flags, case)
     assert identity not in [finding.id for finding in found.findings]
     assert identity not in [item.id for item in found.cannot_tell]
 

@@ -20,10 +20,12 @@ from doctor.metrics.signals import SIGNALS, SignalUnit
 from servers.command import parse_command
 from servers.kinds import BUNDLED, SGLANG, VLLM
 from servers.known_flags import Flags, resolve
+from servers.logs.incidents import SIGNS
 from servers.reading import Missing, Number, Reading
 
 DIRECTION = {
     "adapter-slots": {"max_loras": 1},
+    "engine-died": {"gpu_memory_utilization": -1, "max_num_batched_tokens": -1},
     "budget-eats-pool": {"max_num_batched_tokens": -1},
     "itl-flat-high": {"max_num_seqs": -1},
     "itl-spikes-long-prefill": {"max_num_batched_tokens": -1, "long_prefill_token_threshold": 1},
@@ -32,6 +34,7 @@ DIRECTION = {
     "kv-pressure": {"max_num_seqs": -1, "gpu_memory_utilization": 1},
     "long-and-short-mixed": {"long_prefill_token_threshold": 1},
     "overload": {"max_num_seqs": 0, "max_num_batched_tokens": 1},
+    "front-end-slow": {"api_server_count": 1},
     "prefill-slow": {"max_num_batched_tokens": 1, "enable_prefix_caching": 1},
     "prefix-misses": {"enable_prefix_caching": 1},
     "scheduler-bound": {"max_num_seqs": -1},
@@ -96,6 +99,7 @@ def command(chance: Random) -> dict[str, Any]:
         "kv_cache_memory_bytes": maybe(chance.randint(1 << 28, 1 << 34)),
         "kv_cache_dtype": maybe(chance.choice(["auto", "fp8", "fp8_e4m3"])),
         "speculative_config": maybe(drafts),
+        "max_loras": maybe(chance.randint(1, 4)),
     }
     return {name: value for name, value in flags.items() if value is not None}
 
@@ -103,7 +107,7 @@ def command(chance: Random) -> dict[str, Any]:
 def view(chance: Random) -> EngineView:
     kind = chance.choice([VLLM, VLLM, BUNDLED, SGLANG])
     cpu = {"block_size": "128", "user_specified_block_size": "False"}
-    config = chance.choice([{}, {"block_size": "16"}, {"max_loras": "4"}, cpu])
+    config = chance.choice([{}, {"block_size": "16"}, cpu])
     given = command(chance) if chance.random() < 0.8 else None
     slo = chance.choice([0.02, 0.05, 0.2, math.inf])
     return EngineView(
@@ -119,7 +123,11 @@ def view(chance: Random) -> EngineView:
             "shared_prefix": 1000.0,
             "ranks": 1.0,
             "servers": 2.0,
+            "adapters_running": float(chance.randint(0, 4)),
+            "adapters_waiting": float(chance.randint(0, 4)),
             "adapters_seen": float(chance.randint(0, 8)),
+            "reasons_told": float(chance.randint(0, 1)),
+            **{name: float(chance.choice([0, 0, 1, 3])) for name in SIGNS},
         },
     )
 

@@ -43,7 +43,9 @@ def test_the_true_cause_is_found(case: Case) -> None:
 def test_a_healthy_server_is_called_healthy_where_it_holds_its_objectives(case: Case) -> None:
     for flags_known in knowledge(case):
         found = examine(case, flags_known)
-        assert (found.findings, found.healthy) == ((), all(judged.held for judged in found.objectives))
+        judged = [objective.held for objective in found.objectives]
+        assert (found.healthy, bool(found.findings)) == (all(judged), False in judged)
+        assert all(finding.title.endswith("(cause not found)") for finding in found.findings)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from live_prometheus import load_recordings, needs_prometheus, prometheus
 from prometheus_api_client import PrometheusConnect
 
 from doctor.diagnosis.diagnose import diagnose
+from doctor.diagnosis.finding import Finding
 from doctor.diagnosis.judged_objectives import DEFAULTS
 from doctor.diagnosis.playbook import load_all
 from doctor.export.alerts import alert_rules
@@ -294,8 +295,15 @@ def test_a_prometheus_tells_the_same_of_every_engine(tmp_path: Path) -> None:
             told += len(found)
             source = PrometheusSource(url, f'case="{name}"', at=end)
             exported = compiler(source, FLAGS, window=recorded.window_s, selector=f'case="{name}"')
-            assert alerted(url, exported, end) == {(f.id, tuple(f.labels.items())) for f in found}, name
+            firing = alerted(url, exported, end)
+            # An objective on a histogram that is not there is judged by a mean, which no alert does.
+            sure = [f for f in found if not f.id.endswith("-missed")]
+            assert {of(f) for f in sure} <= firing <= {of(f) for f in found}, name
     assert told >= 4
+
+
+def of(finding: Finding) -> tuple[str, tuple[tuple[str, str], ...]]:
+    return finding.id, tuple(finding.labels.items())
 
 
 def alerted(url: str, exported: RuleCompiler, at: float) -> set[tuple[str, tuple[tuple[str, str], ...]]]:

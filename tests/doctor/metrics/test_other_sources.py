@@ -15,7 +15,7 @@ from synthetic_server import Server
 
 from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from doctor.diagnosis.judged_objectives import DEFAULTS
-from doctor.metrics.benchmark import BenchmarkResult
+from doctor.metrics.benchmark import BenchmarkResult, WithBenchmark
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import PrometheusSource, Scrapes
 from servers.errors import SourceError
@@ -214,8 +214,8 @@ TROUBLED = (
 
 def test_what_a_line_of_a_troubled_server_adds_is_read() -> None:
     values = of_log(TROUBLED)
-    assert (values["running_mean"], values["waiting_mean"], values["kv_mean"]) == (3, 3, 0.975)
-    assert values["deferred_mean"] == 2
+    names = "running_mean", "waiting_mean", "deferred_mean", "kv_mean"
+    assert [values[name] for name in names] == [3, 3, 2, 0.975]
     assert values["preemptions"] == pytest.approx(35, rel=0.01)
     assert values["prefix_hit_rate"] == pytest.approx(0.4)
 
@@ -311,6 +311,19 @@ def test_a_benchmark_is_judged_by_whether_it_can_be_relied_on(
     path = tmp_path / "result.json"
     path.write_text(json.dumps({**RESULT, **changes}))
     assert ids(diagnose(BenchmarkResult(path))) == found
+
+
+@pytest.mark.parametrize(("hits", "found"), [(0, set()), (950, {"invalid-measurement"})])
+def test_a_benchmark_whose_prompts_were_cached_is_told_by_the_metrics_beside_it(
+    hits: float, found: set[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(RESULT))
+    server = Server(counters={"prefix_queries": 1000, "prefix_hits": hits})
+    diagnosis = diagnose(WithBenchmark(Scrapes(server.scrapes()), BenchmarkResult(path)))
+    assert ids(diagnosis) == found
+    titles = [finding.title for finding in diagnosis.findings]
+    assert titles == ["The benchmark found its prompts in the prefix cache"] * bool(hits)
 
 
 def stated(path: Path, *documents: Mapping[str, Any]) -> Diagnosis:

@@ -36,6 +36,7 @@ class Case:
     quiet_flags: Mapping[str, Any] | None = None
     """The quiet server's own flags, where it has others."""
     assume: Mapping[str, float] = field(default_factory=dict)
+    slo: str | None = None
 
 
 CASES: dict[str, Case] = {
@@ -167,6 +168,22 @@ CASES: dict[str, Case] = {
         # The short ones are as slow: it is not the order.
         replace(BASE, histograms={**MIXED, "ttft": {1.2: 270, 1.5: 30}}),
         flags={"max_num_batched_tokens": 2048},
+    ),
+    "ttft-missed": Case(
+        replace(BASE, histograms={"ttft": {6.0: 10}, "prefill_time": {5.9: 10}, "e2e": {9.0: 10}}),
+        replace(BASE, histograms={"ttft": {0.9: 10}}),
+    ),
+    "itl-missed": Case(
+        replace(BASE, histograms={"itl": {0.03: 970, 0.9: 30}}),
+        replace(BASE, histograms={"itl": {0.03: 995, 0.9: 5}}),
+    ),
+    "work-missed": Case(
+        replace(BASE, histograms={"e2e": {6.0: 10}, "decode_time": {5.8: 10}}), BASE, slo="e2e_p95<5s"
+    ),
+    "front-end-slow": Case(
+        replace(BASE, histograms={"ttft": {3.0: 10}, "e2e": {6.1: 10}}),
+        # As slow, and all of it in the engine.
+        replace(BASE, histograms={"ttft": {3.0: 10}, "prefill_time": {2.9: 10}, "e2e": {6.0: 10}}),
     ),
     "adapter-slots": Case(
         replace(BASE, running=8, waiting=60, deferred=60, kv=0.05, adapters=ADAPTERS, histograms=QUEUE),
