@@ -20,6 +20,11 @@ EQUIVALENT: dict[str, dict[str, str]] = {
         "judge_pairs: strict=True → strict=False": "both sides have a run of every pair",
         f"assess_pooled: max({LENGTHS}) → min({LENGTHS})": "every figure has a value of every pair",
     },
+    "loadgen/measure/estimator.py": {
+        "holm: 1.0 → 2.0": "every place is filled",
+        "holm: 1.0 → 0.5": "every place is filled",
+        "judge_estimate: size > 0 → size >= 0": "a size of 0 is below every floor",
+    },
     "tuner/search/repeats.py": {
         "merge_repeats: all((len(group) == 1 for group in groups.values())) → False": ONE_EACH,
         "merge_repeats: len(group) == 1 → len(group) == 0": ONE_EACH,

@@ -44,7 +44,9 @@ TESTS: dict[str, tuple[str, ...]] = {
     "tuner/search/inactive_knobs.py": (f"{SEARCH}inactive_knobs.py",),
     "tuner/search/repeats.py": (f"{SEARCH}repeats.py",),
     "tuner/runs/rungs.py": ("tests/tuner/runs/test_rungs.py",),
-    "loadgen/measure/estimator.py": ("tests/loadgen/measure/test_estimator.py",),
+    "loadgen/measure/estimator.py": tuple(
+        f"tests/loadgen/{t}.py" for t in ("measure/test_estimator", "test_compare")
+    ),
 }
 """The tests of each file, the mirrored ones first."""
 SHORT = (ast.BinOp, ast.Compare, ast.Call, ast.Assign, ast.AnnAssign, ast.Subscript, ast.keyword, ast.Return)

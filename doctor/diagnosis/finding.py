@@ -97,6 +97,8 @@ class Diagnosis:
     notes: tuple[str, ...]
     not_judged: tuple[str, ...]
     """What no rule could look at in this window, although the server may have it."""
+    since_start: bool = False
+    """Judged by one scrape; ``window_s`` means nothing."""
     fleets: tuple[Fleet, ...] = ()
     """The models that several engines serve, each as one."""
     flags: Mapping[str, Flags] = field(default_factory=dict)
@@ -117,7 +119,7 @@ class Diagnosis:
             "schema": SCHEMA,
             "source": self.source,
             "server": {"family": self.family, "version": self.version, "engines": list(self.engines)},
-            "window_seconds": round(self.window_s, 3),
+            "window_seconds": None if self.since_start else round(self.window_s, 3),
             "slo": {
                 name: {
                     "seconds": value,

@@ -41,7 +41,7 @@ class BenchmarkResult(Source):
         evaluator = StatedEvaluator(self.name, group, values)
         kind = SGLANG if any(run.server == "sglang" for run in runs) else VLLM
         seconds = facts.get("bench_seconds", 0.0)
-        return Observation(self.name, evaluator, runs[0].tool, seconds, kind, notes, None, facts)
+        return Observation(self.name, evaluator, runs[0].tool, seconds, kind, notes, facts=facts)
 
     def _runs(self) -> tuple[list[StatedResult], tuple[str, ...]]:
         """Those of the last load, and what is to be said of them."""

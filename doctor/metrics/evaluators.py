@@ -238,6 +238,10 @@ class Evaluator(ABC):
         """By whose labels a metric is exposed: engines, or servers of several."""
 
 
+_OVER_SECONDS = ("rate", "delta", "deriv")
+"""What a single scrape cannot tell."""
+
+
 @dataclass(frozen=True)
 class Span:
     """The window [start, end] in unix ms, and the step of its subqueries."""
@@ -245,6 +249,8 @@ class Span:
     start: int
     end: int
     step: int
+    since_start: bool = False
+    """See ``Recording``."""
 
 
 class ScrapeEvaluator(Evaluator):
@@ -358,6 +364,12 @@ class ScrapeEvaluator(Evaluator):
         owners = {group: host_of(group.instance) for group in self._owners("running")}
         return {g: Number.exactly(figures[host]) for g, host in owners.items() if host in figures}
 
+    def _unobserved(self, name: str, node: Node, group: Group) -> Missing:
+        missing = super()._unobserved(name, node, group)
+        if missing.kind == "empty" and self._span.since_start:
+            return replace(missing, kind="metric", why="one scrape does not tell: record two or more")
+        return missing
+
     def _carriers(self, key: str) -> frozenset[Group]:
         return frozenset(group for group, _, _ in self._columns(key, COUNTS[METRICS[key].kind]))
 
@@ -411,6 +423,8 @@ class ScrapeEvaluator(Evaluator):
 
     def _over_time(self, series: Series, how: str) -> float | None:
         times, values, span = series.times, series.values, self._span
+        if span.since_start and how in _OVER_SECONDS:
+            return None
         match how:
             case "increase":
                 return range_functions.increase(times, values, span.start, span.end)

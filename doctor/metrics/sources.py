@@ -41,6 +41,8 @@ class Observation:
     notes: tuple[str, ...] = ()
     version: str | None = None
     """The server's own version, where it says."""
+    since_start: bool = False
+    """One scrape (see ``Recording``), which shows no server to be healthy."""
     facts: Mapping[str, float] = field(default_factory=dict)
     """What the source tells beside signals; :data:`doctor.diagnosis.playbook.TOLD` has the names."""
 
@@ -68,7 +70,7 @@ class Scrapes(Source):
         self.notes = tuple(notes)
 
     def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
-        """Raises SourceError for fewer than two usable scrapes."""
+        """Raises SourceError where none is usable, or only one of several."""
         try:
             recording = record(self.scrapes, self.notes)
         except ExpositionError as error:
@@ -85,9 +87,10 @@ def observe_recording(
     start = first - 1 if window is None else max(first - 1, end - round(window * 1000))
     if (recording.times >= start).sum() < 2:
         raise SourceError(f"{name}: fewer than two scrapes in the last {window:g} s; widen --window")
-    span = Span(start, end, subquery_step(end - start))
+    span = Span(start, end, subquery_step(end - start), recording.since_start)
     evaluator = ScrapeEvaluator.over(recording, span, slo)
-    return _observation(name, evaluator, (end - start) / 1000, recording.notes)
+    seen = _observation(name, evaluator, (end - start) / 1000, recording.notes)
+    return replace(seen, since_start=recording.since_start)
 
 
 class SeriesFile(Source):

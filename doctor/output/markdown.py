@@ -16,6 +16,7 @@ from doctor.output.report import (
     prescription_lines,
     verdict,
     where,
+    window_words,
 )
 from loadgen.output.page import render
 
@@ -30,7 +31,7 @@ def as_markdown(diagnosis: Diagnosis, *, queries: bool = True) -> str:
         "doctor.output",
         diagnosis=diagnosis,
         server=diagnosis.family + (f" ({diagnosis.version})" if diagnosis.version else ""),
-        window=quantity(diagnosis.window_s, "s"),
+        window=window_words(diagnosis),
         objectives=objective_lines(diagnosis.objectives),
         verdict=verdict(diagnosis),
         fleets=[fleet_lines([fleet]) for fleet in diagnosis.fleets],

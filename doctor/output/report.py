@@ -45,10 +45,14 @@ def _header(diagnosis: Diagnosis) -> list[str]:
     engines = diagnosis.engines
     return [
         f"{diagnosis.source}: {server}, {len(engines)} engine{'s' if len(engines) != 1 else ''}, "
-        f"window {significant(diagnosis.window_s)} s",
+        + window_words(diagnosis),
         "Objectives:",
         *(f"   {line}" for line in objective_lines(diagnosis.objectives)),
     ]
+
+
+def window_words(diagnosis: Diagnosis) -> str:
+    return "one scrape" if diagnosis.since_start else f"window {significant(diagnosis.window_s)} s"
 
 
 def objective_lines(judged: Iterable[ObjectiveJudgement]) -> list[str]:
@@ -176,6 +180,8 @@ def verdict(diagnosis: Diagnosis) -> str | None:
     if diagnosis.healthy:
         return "Healthy: every objective is held, and nothing is at severity warning or above."
     if diagnosis.worst() in (None, "info"):
+        if diagnosis.since_start:
+            return "No verdict: nothing of severity warning in what one scrape can tell."
         return "No verdict: too much could not be judged (see below)."
     return None
 

@@ -45,6 +45,16 @@ class Recording:
     series: Mapping[str, Sequence[Series]]
     times: Times
     notes: tuple[str, ...]
+    since_start: bool = False
+    """Of one scrape: counters and histograms are said to have been 0 a moment before, so that growth is what
+    they counted since the server's start, and rates mean nothing."""
+
+
+_MOMENT_MS = 1000
+ONE_SCRAPE = (
+    "one scrape: counters and histograms are since the server's start, gauges of that moment; rates are not "
+    "known, and a trouble of the last minutes may not show. Two scrapes a minute apart say more"
+)
 
 
 def read_series_text(path: Path) -> tuple[str, list[str]]:
@@ -65,13 +75,11 @@ def read_series_text(path: Path) -> tuple[str, list[str]]:
 
 
 def split_scrapes(text: str) -> list[tuple[int, str]]:
-    """(unix ms, exposition text) of every scrape in a recorded series. Raises ExpositionError."""
+    """(unix ms, exposition text) of every scrape in a recorded series; of a page without such a line, the one
+    that it is, at no known time. Raises ExpositionError."""
     marks = list(SEPARATOR.finditer(text)) if "# scrape_unix_ms" in text else []
     if not marks:
-        raise ExpositionError(
-            "no '# scrape_unix_ms N' line: this is at most one scrape, and rates need two. "
-            "Record several, each preceded by such a line, or use --metrics URL"
-        )
+        return [(_MOMENT_MS, text)]
     scrapes = []
     for mark, following in zip(marks, [*marks[1:], None], strict=True):
         if mark[1].isdecimal() and len(mark[1]) < 18:
@@ -82,7 +90,7 @@ def split_scrapes(text: str) -> list[tuple[int, str]]:
 
 
 def record(scrapes: Iterable[tuple[int, str]], notes: Iterable[str] = ()) -> Recording:
-    """Parse scrapes into series. Raises ExpositionError when fewer than two of them are of use."""
+    """Parse scrapes into series. Raises ExpositionError when none of them is of use, or one of several."""
     said = list(notes)
     parsed: dict[int, dict[SeriesKey, float]] = {}
     bad_lines = seen = 0
@@ -104,9 +112,22 @@ def record(scrapes: Iterable[tuple[int, str]], notes: Iterable[str] = ()) -> Rec
     if seen > len(parsed):
         said.append(f"{seen - len(parsed)} of {seen} scrapes held no server metric or repeated a time")
     _drop_incomplete(parsed, said)
+    if seen == 1:
+        return _since_start(*parsed.popitem(), said)
     if len(parsed) < 2:
         raise ExpositionError("only one usable scrape: rates need two or more")
     return Recording(_columns(parsed), np.array(sorted(parsed), dtype=np.int64), tuple(said))
+
+
+def _since_start(at: int, samples: Mapping[SeriesKey, float], notes: Sequence[str]) -> Recording:
+    series: dict[str, list[Series]] = {}
+    for (name, labels), value in samples.items():
+        grown = name.endswith(("_total", "_sum", "_count", "_bucket"))
+        moments, values = ([at - _MOMENT_MS, at], [0.0, value]) if grown else ([at], [value])
+        column = Series(dict(labels), np.array(moments, dtype=np.int64), np.array(values))
+        series.setdefault(name, []).append(column)
+    times = np.array([at - _MOMENT_MS, at], dtype=np.int64)
+    return Recording(series, times, (*notes, ONE_SCRAPE), since_start=True)
 
 
 Pages = dict[int, set[SeriesKey]]

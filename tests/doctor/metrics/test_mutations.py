@@ -207,9 +207,11 @@ def test_a_hundred_instances_are_told_apart() -> None:
         (b"   \n\n", "the file is empty"),
         (b"\x1f\x8b\x08\x00rubbish", "damaged gzip data"),
         (b"\x89PNG\x00\x00\x00", "binary data"),
-        (b"vllm:num_requests_running 1.0\n", "no '# scrape_unix_ms N' line"),
         (b"# scrape_unix_ms soon\nvllm:num_requests_running 1.0\n", "not a time in milliseconds"),
-        (b"# scrape_unix_ms 1000\nvllm:num_requests_running 1.0\n", "only one usable scrape"),
+        (
+            b"# scrape_unix_ms 1000\nvllm:num_requests_running 1.0\n# scrape_unix_ms 2000\nup 1\n",
+            "only one usable scrape",
+        ),
         (
             b"# scrape_unix_ms 1000\nup 1\n# scrape_unix_ms 2000\nup 1\n",
             f"no {LABELS} metric",

@@ -19,6 +19,7 @@ from loadgen.measure.estimator import (
     judge_estimate,
     overall,
     rises,
+    samples_needed,
 )
 
 
@@ -54,7 +55,7 @@ def test_equal_runs_have_a_point_interval() -> None:
 def test_wild_pairs_do_not_overflow() -> None:
     effect = estimate("ttft_p50", [1e-300, 1e300], [1e300, 1e-300])
     assert effect.low == 0
-    assert math.isfinite(effect.high)
+    assert effect.high == pytest.approx(math.exp(700))
 
 
 def test_a_value_of_none_is_compared_by_differences_and_a_failed_one_not_at_all() -> None:
@@ -62,14 +63,62 @@ def test_a_value_of_none_is_compared_by_differences_and_a_failed_one_not_at_all(
     assert (gone.a, gone.b, gone.ratio) == (11.0, 0.0, 0.0)
     failed = estimate("itl_p99", [1.0, 2.0], [1.0, math.inf])
     assert not failed.has_ratio
-    assert failed.b == math.inf
+    assert (failed.a, failed.b) == (1.5, math.inf)
+    nothing = estimate("itl_p99", [], [])
+    assert (nothing.pairs, nothing.percent) == (0, "n/a")
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [([0.0, 100, 100, 100], [1.0, 100, 101, 100]), ([10.0, 12.0, 11.0], [0.0, 5.0, 1.0])]
+)
+def test_where_a_value_is_0_the_change_is_of_differences(a: list[float], b: list[float]) -> None:
+    """Against the mean of A; no ratio is below 0."""
+    effect = estimate("preemptions", a, b)
+    shares = (np.array(b) - a) / np.mean(a)
+    expected = stats.ttest_1samp(shares, 0)
+    interval = expected.confidence_interval(0.95)
+    assert (effect.a, effect.b, effect.p) == pytest.approx((np.mean(a), np.mean(b), expected.pvalue))
+    assert effect.ratio == pytest.approx(1 + shares.mean())
+    assert (effect.low, effect.high) == pytest.approx((max(0, 1 + interval.low), 1 + interval.high))
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "known"),
+    [
+        ([0, 0], [0, 3], False),
+        ([0.5, 0], [0.25, 0], True),
+        ([-1, 0.5], [1, 1], False),
+        ([0, 0], [0, 0], False),
+    ],
+)
+def test_there_is_no_ratio_to_nothing(a: list[float], b: list[float], known: bool) -> None:
+    assert estimate("preemptions", a, b).has_ratio == known
+
+
+def test_small_values_have_geometric_means_too() -> None:
+    effect = estimate("itl_p99", [0.2, 0.8], [0.4, 0.9])
+    assert (effect.a, effect.b) == pytest.approx((0.4, 0.6))
+    assert effect.ratio == pytest.approx(1.5)
+    assert estimate("itl_p99", [1, 1], [2, 2]).p == 0
+
+
+def test_how_many_samples_a_figure_needs() -> None:
+    assert [samples_needed(name) for name in ("itl_p99", "ttft_p90", "throughput", "failed")] == [
+        299,
+        29,
+        1,
+        1,
+    ]
 
 
 def test_words_for_a_change() -> None:
     assert Estimate("itl_p99", 4, 1.0, 0.34, 0.34, 0.28, 0.42).percent == "-66 % [-72, -58]"
     assert Estimate("itl_p99", 1, 1.0, 0.34, 0.34, 0.0, math.inf).percent == "-66 % [-100, ∞]"
     assert Estimate("itl_p99", 4, 1.0, 12.0, 12.0, 11.0, 13.0).percent == "12.0 times [+1000, +1200]"
+    assert Estimate("itl_p99", 4, 1.0, 9.5, 9.5, 0.5, 99.5).percent == "+850 % [-50, +9850]"
+    assert Estimate("itl_p99", 4, 1.0, 10.0, 10.0, 1.0, 100.0).percent == "10.0 times [+0, ∞]"
     assert Estimate("failed", 4, 0.0, 3.0).percent == "0 -> 3"
+    assert Estimate("itl_p99", 4, math.nan, 3.0).percent == "nan -> 3"
 
 
 def test_holm_by_hand() -> None:
@@ -88,6 +137,8 @@ def _effect(ratio: float, low: float, high: float) -> Estimate:
     [
         (_effect(1.20, 1.10, 1.31), 0.01, False, "regress"),
         (_effect(1.20, 1.10, 1.31), 0.01, True, "improve"),
+        (_effect(1.06, 1.051, 1.07), 0.03, False, "regress"),
+        (_effect(1.06, 1.051, 1.07), 0.05, False, "inconclusive"),
         (_effect(0.80, 0.70, 0.91), 0.01, False, "improve"),
         (_effect(0.80, 0.70, 0.91), 0.01, True, "regress"),
         (_effect(1.20, 1.10, 1.31), 0.06, False, "inconclusive"),  # not after Holm's adjustment
