@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
 from engine.errors import ConfigError
+from engine.lora_config import LoRAModule, check_lora
 from engine.speculative_config import SpeculativeConfig
 
 GIB = 1 << 30
@@ -26,6 +27,7 @@ UNIFIED_ONLY = (
     "async_scheduling",
     "kv_offloading_size",
     "speculative_config",
+    "enable_lora",
 )
 """Flags that ``--scheduler static`` and ``two-track`` do not have."""
 
@@ -122,6 +124,12 @@ class EngineConfig:
     """Plan a step while the one before it computes. vLLM's default is on where it can: here no core idles."""
     speculative_config: SpeculativeConfig | None = None
     structured_outputs_config: StructuredOutputsConfig | None = None
+    enable_lora: bool = False
+    """Requests may name a LoRA adapter of ``lora_modules``."""
+    max_loras: int = 1
+    """The most adapters of a step: a request with one more is set aside."""
+    max_lora_rank: int = 16
+    lora_modules: tuple[LoRAModule, ...] = ()
     scheduler: SchedulerName = "unified"
     """vLLM V1's scheduler, static batching, or V0's prefill and decode in turn. Not a flag of vLLM."""
     preemption_mode: Literal["recompute", "swap"] = "recompute"
@@ -243,6 +251,7 @@ class EngineConfig:
         self._validate_partial_prefills()
         self._validate_offloading()
         self._validate_capture_sizes()
+        check_lora(self.enable_lora, self.max_loras, self.max_lora_rank, self.lora_modules, self.served_names)
         if length is not None and tokens > seqs * length:
             warnings.warn(
                 f"max_num_batched_tokens ({tokens}) exceeds max_num_seqs * max_model_len ({seqs * length}): "

@@ -111,13 +111,15 @@ class LLM:
         *,
         arrivals: Sequence[int] | None = None,
         priorities: Sequence[int] | None = None,
+        lora_names: Sequence[str] | None = None,
         observe: Observer | None = None,
     ) -> list[Completion]:
         """Complete every prompt (each text or token ids); answers in the prompts' order.
 
         ``arrivals[i]`` is the step before which request i is added (0 for all by default), so that a
-        workload is exactly repeatable. ``observe`` sees every step. Raises PromptError for a bad prompt, and
-        ValueError for lists of different lengths.
+        workload is exactly repeatable. ``lora_names``: of the adapter of each, "" for none. ``observe`` sees
+        every step. Raises PromptError for a bad prompt or an unknown adapter, and ValueError for lists of
+        different lengths.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is a list; for one prompt give a list of one")
@@ -125,10 +127,17 @@ class LLM:
         each = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
         at = list(arrivals) if arrivals is not None else [0] * count
         ranks = list(priorities) if priorities is not None else [0] * count
-        for name, values in (("sampling", each), ("arrivals", at), ("priorities", ranks)):
+        adapters = list(lora_names) if lora_names is not None else [""] * count
+        lists: dict[str, Sequence[object]] = {
+            "sampling": each,
+            "arrivals": at,
+            "priorities": ranks,
+            "lora_names": adapters,
+        }
+        for name, values in lists.items():
             if len(values) != count:
                 raise ValueError(f"{name}: {len(values)} given for {count} prompts")
-        sequences = [self._sequence(*item) for item in zip(prompts, each, ranks, strict=True)]
+        sequences = [self._sequence(*item) for item in zip(prompts, each, ranks, adapters, strict=True)]
         try:
             self._run(sequences, at, observe)
         except BaseException:
@@ -163,7 +172,9 @@ class LLM:
                 observe(plan, output)
             step += 1
 
-    def _sequence(self, prompt: Prompt, sampling: SamplingParams, priority: int) -> _OfflineSequence:
+    def _sequence(
+        self, prompt: Prompt, sampling: SamplingParams, priority: int, lora_name: str
+    ) -> _OfflineSequence:
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         limit = self.core.config.max_model_len
         assert limit is not None
@@ -177,6 +188,9 @@ class LLM:
             raise PromptError(
                 f"token ids must lie in 0 to {self._model.vocab_size - 1}, the model's vocabulary"
             )
+        known = [module.name for module in self.core.config.lora_modules]
+        if lora_name and lora_name not in known:
+            raise PromptError(f"no adapter is named {lora_name!r}; there are: {', '.join(known) or 'none'}")
         self._num_requests += 1
         request = Request(
             request_id=f"offline-{self._num_requests}",
@@ -185,5 +199,6 @@ class LLM:
             eos_token_ids=self._model.eos_token_ids,
             priority=priority,
             arrival_time=float(self._num_requests),
+            lora_name=lora_name,
         )
         return _OfflineSequence(request, TextStream(self.tokenizer, sampling))

@@ -175,6 +175,8 @@ class Request:
     """How many blocks of the table carry their hash. Owned by the KVCacheManager."""
     cache_salt: str = ""
     """Requests share prefix blocks only with requests of the same salt."""
+    lora_name: str = ""
+    """The adapter that it asks for; "": none. Requests share prefix blocks only within one adapter."""
     length_limit: int = 0
     """Number of tokens, prompt included, at which it ends by length. Set by the scheduler when it is
     added."""

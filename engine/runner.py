@@ -32,6 +32,7 @@ from engine.kernels.device import (
 from engine.kernels.host import HostBlocks
 from engine.kv.kv_format import kv_format
 from engine.kv.kv_transfer import KVConnectorWorker
+from engine.models.adapters import AdapterSlots, StepAdapters, load_adapters
 from engine.models.checkpoint import load_model_config, open_checkpoint
 from engine.models.model import TensorError, Workspace, attention_shape, layer_rope_tables, load_decoder
 from engine.models.model_config import ModelConfig
@@ -65,6 +66,7 @@ class _Inputs(NamedTuple):
     batch: Batch
     tables: list[list[int]]
     """The requests' block tables, with the blocks for drafts."""
+    adapters: StepAdapters | None
 
 
 class ModelRunner:
@@ -99,6 +101,11 @@ class ModelRunner:
         except TensorError as error:
             raise ModelError(f"{path}: {error}") from None
         self.weights_bytes = self._decoder.weights_bytes
+        self._adapters: AdapterSlots | None = None
+        if config.enable_lora:
+            adapters = load_adapters(config.lora_modules, self.model_config, config.max_lora_rank, self.dtype)
+            self._adapters = AdapterSlots(adapters, config.max_loras, self._kernels)
+            self.weights_bytes += self._adapters.nbytes
         self.kv_bytes_per_token = shape.kv_bytes(self.dtype) * self.model_config.num_layers
         self._max_rows = min(
             config.max_num_seqs * (1 + config.num_speculative_tokens), config.max_num_batched_tokens
@@ -213,14 +220,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute(self, plan: StepPlan, inputs: _Inputs) -> StepResult:
-        scheduled, token_ids, batch, tables = inputs
+        scheduled, token_ids, batch, tables, adapters = inputs
         if self._host is not None:
             self._host.swap(plan.swap_out, plan.swap_in)
         if plan.transfers is not None and self._connector is not None:
             self._connector.start(plan.transfers)
         if not scheduled:
             return StepResult({})
-        hidden = self._decoder.forward(token_ids, batch, self._caches, self._workspace)
+        hidden = self._decoder.forward(token_ids, batch, self._caches, self._workspace, adapters)
         with place_on(self._device):
             return self._choose(plan, scheduled, hidden, batch, tables)
 
@@ -267,7 +274,10 @@ class ModelRunner:
         slots = tables[table_start[sequence] + positions // block_size] * block_size + positions % block_size
         batch = Batch(positions, slots, query_start, starts + counts, tables, table_start)
         block_ids = [item.request.block_ids for item in plan.scheduled]
-        return _Inputs(scheduled, self._kernels.upload(tokens), batch, block_ids)
+        adapters = None
+        if self._adapters is not None:
+            adapters = self._adapters.of_step([item.request.lora_name for item in scheduled], counts.tolist())
+        return _Inputs(scheduled, self._kernels.upload(tokens), batch, block_ids, adapters)
 
     def _emit(self, logits: torch.Tensor, verify: Sequence[_Verify]) -> StepResult:
         rows = [row for item in verify for row in self._sample_rows(item)]

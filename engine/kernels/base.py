@@ -198,10 +198,10 @@ class Kernels(ABC):
         kernels were launched for it."""
         return 0
 
-    def run(self, step: Any, tokens: int, layers: Callable[[int], None]) -> None:
+    def run(self, step: Any, tokens: int, layers: Callable[[int], None], recordable: bool = True) -> None:
         """Compute the layers of a step of ``tokens`` tokens: ``layers(tokens)``, which works on the first so
-        many rows of the workspace. A device may record what it launches, for more rows if it likes, and
-        launch the same again in later steps."""
+        many rows of the workspace. A device may do so for more rows if it likes; and, if it is
+        ``recordable``, record what it launches and launch the same again in later steps."""
         layers(tokens)
 
     def fuse(self, layers: Sequence[Any], eps: float) -> FusedLayers | None:

@@ -184,8 +184,11 @@ class KVCacheManager:
 
     @staticmethod
     def _start_hasher(request: Request) -> Hasher:
-        """What is hashed begins with the hash of the salt, which has always the same length."""
-        request.hasher = hashlib.sha256(hashlib.sha256(request.cache_salt.encode()).digest())
+        """What is hashed begins with a hash, always of one length, of all beside tokens that keys depend on:
+        the adapter and the salt."""
+        name = request.lora_name
+        extra = f"{len(name)}:{name}{request.cache_salt}"
+        request.hasher = hashlib.sha256(hashlib.sha256(extra.encode()).digest())
         return request.hasher
 
 

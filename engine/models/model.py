@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -22,6 +22,13 @@ class TensorError(EngineUserError):
     """A checkpoint's tensors are not those of its config."""
 
 
+PROJECTIONS: Mapping[str, tuple[str, ...]] = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "o": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+"""By the fields of a DecoderLayer: the checkpoint's matrices whose outputs stand side by side in it."""
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _IGNORED = re.compile(
     r"^lm_head\.weight$|rotary_emb\.inv_freq$|^(?:model\.)?(?:vision_tower|multi_modal_projector)\."
@@ -141,6 +148,13 @@ class DecoderLayer:
         return sum(sizes) + sum(linear.nbytes for linear in linears)
 
 
+class Deltas(Protocol):
+    """What adapters of a step's requests add to the outputs of a layer's projections (see adapters.py)."""
+
+    def add(self, layer: int, projection: str, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Add to ``out`` [T, N] what the adapters make of ``x`` [T, K]; ``projection`` as in PROJECTIONS."""
+
+
 class Decoder:
     """Embedding, layers, final norm and head. Holds weights only: caches and workspace are handed in."""
 
@@ -166,46 +180,62 @@ class Decoder:
         return self.embedding.nbytes + layers + self.norm.nbytes + self.head.nbytes
 
     def forward(
-        self, token_ids: torch.Tensor, batch: Batch, caches: list[Any], workspace: Workspace
+        self,
+        token_ids: torch.Tensor,
+        batch: Batch,
+        caches: list[Any],
+        workspace: Workspace,
+        deltas: Deltas | None = None,
     ) -> torch.Tensor:
         """The residual stream after the last layer, [T, hidden]: a view of the workspace."""
         hidden = workspace.hidden[: len(token_ids)]
         torch.index_select(self.embedding, 0, token_ids, out=hidden)
         if self._embedding_scale != 1.0:
             hidden *= self._embedding_scale
-        return self.layers_forward(batch, caches, workspace)
+        return self.layers_forward(batch, caches, workspace, deltas)
 
-    def layers_forward(self, batch: Batch, caches: list[Any], workspace: Workspace) -> torch.Tensor:
+    def layers_forward(
+        self, batch: Batch, caches: list[Any], workspace: Workspace, deltas: Deltas | None = None
+    ) -> torch.Tensor:
         """``forward`` without the embedding: from what the workspace's residual stream holds."""
         step = self.kernels.begin(batch)
-        if self.fused is not None:
+        if self.fused is not None and deltas is None:
             self.fused(step, caches, workspace)
         else:
-            self.kernels.run(step, batch.num_tokens, partial(self._compute, step, caches, workspace))
+            layers = partial(self._compute, step, caches, workspace, deltas)
+            self.kernels.run(step, batch.num_tokens, layers, recordable=deltas is None)
         return workspace.hidden[: batch.num_tokens]
 
-    def _compute(self, step: Any, caches: list[Any], workspace: Workspace, tokens: int) -> None:
+    def _compute(
+        self, step: Any, caches: list[Any], workspace: Workspace, deltas: Deltas | None, tokens: int
+    ) -> None:
         """The layers, one operation after another."""
         kernels, eps = self.kernels, self.config.rms_norm_eps
         hidden, normed = workspace.hidden[:tokens], workspace.normed[:tokens]
         qkv, attended = workspace.qkv[:tokens], workspace.attended[:tokens]
         gate_up, activated = workspace.gate_up[:tokens], workspace.activated[:tokens]
-        for layer, cache in zip(self.layers, caches, strict=True):
-            if layer.input_norm is None:
-                kernels.linear(hidden, layer.qkv, qkv)
-            else:
+        for index, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            x = hidden
+            if layer.input_norm is not None:
                 kernels.rms_norm(hidden, layer.input_norm, eps, normed)
-                kernels.linear(normed, layer.qkv, qkv)
+                x = normed
+            kernels.linear(x, layer.qkv, qkv)
+            if deltas is not None:
+                deltas.add(index, "qkv", x, qkv)
             if layer.head_norms is not None:
                 kernels.norm_heads(qkv, *layer.head_norms, eps)
             kernels.rope_and_store(qkv, cache, step)
             kernels.attention(qkv, cache, step, attended)
             attention_norm, mlp_norm = layer.output_norms or (None, None)
-            self._add(attended, layer.o, attention_norm, hidden, normed)
+            add_o = None if deltas is None else partial(deltas.add, index, "o", attended)
+            self._add(attended, layer.o, attention_norm, hidden, normed, add_o)
             kernels.rms_norm(hidden, layer.post_norm, eps, normed)
             kernels.linear(normed, layer.gate_up, gate_up)
+            if deltas is not None:
+                deltas.add(index, "gate_up", normed, gate_up)
             self._activate(gate_up, activated)
-            self._add(activated, layer.down, mlp_norm, hidden, normed)
+            add_down = None if deltas is None else partial(deltas.add, index, "down", activated)
+            self._add(activated, layer.down, mlp_norm, hidden, normed, add_down)
 
     def _add(
         self,
@@ -214,12 +244,17 @@ class Decoder:
         norm: torch.Tensor | None,
         hidden: torch.Tensor,
         scratch: torch.Tensor,
+        add_delta: Callable[[torch.Tensor], None] | None,
     ) -> None:
         """A projection back into the residual stream, through a norm where the model has one there."""
         if norm is None:
             self.kernels.linear_add(x, linear, hidden)
+            if add_delta is not None:
+                add_delta(hidden)
             return
         self.kernels.linear(x, linear, scratch)
+        if add_delta is not None:
+            add_delta(scratch)
         self.kernels.rms_norm(scratch, norm, self.config.rms_norm_eps, scratch)
         hidden += scratch
 
@@ -256,7 +291,7 @@ def load_decoder(
     pending: dict[str, torch.Tensor] = {}
     extra: list[str] = []
     for full_name, tensor in tensors:
-        name = _text_name(full_name)
+        name = text_name(full_name)
         if name not in shapes:
             extra += [] if _IGNORED.search(name) else [full_name]
             continue
@@ -283,7 +318,7 @@ def load_decoder(
     return Decoder(config, kernels, embedding, layers, norm, kernels.pack(head))
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
     """A tensor's name without what a multimodal checkpoint, of transformers 5 or older, puts before it."""
     if name.startswith("model.language_model."):
         return name.replace("language_model.", "", 1)
@@ -311,11 +346,8 @@ def load_layer(
         post_norm = norm("post_attention_layernorm")
     return DecoderLayer(
         input_norm=norm("input_layernorm") if f"{prefix}input_layernorm.weight" in pending else None,
-        qkv=fuse("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        o=fuse("self_attn.o_proj"),
         post_norm=post_norm,
-        gate_up=fuse("mlp.gate_proj", "mlp.up_proj"),
-        down=fuse("mlp.down_proj"),
         head_norms=head_norms,
         output_norms=output_norms,
+        **{field: fuse(*names) for field, names in PROJECTIONS.items()},
     )

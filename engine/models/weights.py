@@ -92,12 +92,17 @@ class SafetensorsCheckpoint:
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Raises ModelError for a damaged file."""
-        from safetensors import SafetensorError, safe_open
-
         for file in self._files:
-            try:
-                with safe_open(file, framework="pt") as shard:
-                    for name in shard.keys():  # noqa: SIM118 - a safetensors handle is no mapping
-                        yield name, shard.get_tensor(name)
-            except SafetensorError as error:
-                raise ModelError(f"{file}: damaged safetensors file ({error})") from None
+            yield from read_safetensors(file)
+
+
+def read_safetensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a file and their names. Raises ModelError for a damaged file."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as shard:
+            for name in shard.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+                yield name, shard.get_tensor(name)
+    except SafetensorError as error:
+        raise ModelError(f"{file}: damaged safetensors file ({error})") from None

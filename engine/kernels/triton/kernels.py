@@ -182,11 +182,13 @@ class TritonKernels(Kernels):
                 attention(qkv, cache, step.batch, replace(step.short, segments=segments), out, shape)
         return len(variants) * len(kinds)
 
-    def run(self, step: TritonStep, tokens: int, layers: Callable[[int], None]) -> None:
-        if self._graphs is not None and step.captured:
+    def run(
+        self, step: TritonStep, tokens: int, layers: Callable[[int], None], recordable: bool = True
+    ) -> None:
+        if self._graphs is not None and step.captured and recordable:
             self._graphs.run(step.captured, partial(layers, step.captured))
         else:
-            layers(tokens)
+            layers(step.captured or tokens)
 
     def rope_and_store(self, qkv: torch.Tensor, cache: TorchCache, step: TritonStep) -> None:
         cos, sin = self._cos[cache.kind], self._sin[cache.kind]
