@@ -32,18 +32,41 @@ LOGIT_BYTES = 4
 DEFAULT_ACCEPTANCE = 0.6
 """Chance that a draft is accepted if those before it were; assumed where it is not given."""
 _WITHOUT_EFFECT = """
-allowed_headers allowed_methods allowed_origins api_key chat_template code_revision
-disable_access_log_for_endpoints disable_log_requests disable_log_stats disable_uvicorn_access_log
-download_dir enable_auto_tool_choice enable_log_requests enable_per_request_metrics
-enable_prompt_tokens_details enable_request_id_headers generation_config hf_token host load_format log_level
-max_log_len model override_generation_config port reasoning_parser response_role revision root_path seed
-served_model_name tokenizer tokenizer_mode tokenizer_revision tool_call_parser trust_remote_code uds
-uvicorn_log_level cudagraph_capture_sizes max_cudagraph_capture_size enforce_eager api_server_count
-distributed_executor_backend structured_outputs_config kv_offloading_backend prefix_caching_hash_algo
+aggregate_engine_logging allow_credentials allow_deprecated_quantization allowed_headers allowed_methods
+allowed_origins api_key api_server_count chat_template code_revision cudagraph_capture_sizes
+cudagraph_metrics disable_access_log_for_endpoints disable_fastapi_docs disable_log_requests
+disable_log_stats disable_uvicorn_access_log distributed_executor_backend download_dir
+enable_auto_tool_choice enable_flashinfer_autotune enable_force_include_usage enable_log_deltas
+enable_log_outputs enable_log_requests enable_logging_iteration_details enable_mfu_metrics
+enable_offline_docs enable_per_request_metrics enable_prompt_tokens_details enable_reasoning
+enable_request_id_headers enable_server_load_tracking enable_sleep_mode enable_ssl_refresh
+enable_tokenizer_info_endpoint enforce_eager exclude_tools_when_tool_choice_none fail_on_environ_validation
+generation_config hf_token host kv_cache_metrics kv_offloading_backend load_format log_error_stack log_level
+lora_dtype max_cpu_loras max_cudagraph_capture_size max_log_len max_lora_rank max_loras model
+override_generation_config port prefix_caching_hash_algo reasoning_parser renderer_num_workers response_role
+return_tokens_as_token_ids revision root_path seed served_model_name shutdown_timeout skip_mm_profiling
+sse_keep_alive_interval structured_outputs_config tokenizer tokenizer_mode tokenizer_revision
+tool_call_parser trust_remote_code trust_request_chat_template uds use_tqdm_on_load use_v2_block_manager
+uvicorn_log_level
 """
 WITHOUT_EFFECT = frozenset(_WITHOUT_EFFECT.split())
 """Flags that change neither a simulated step nor the memory."""
-SIMULATED_FLAGS = frozenset(field.name for field in fields(EngineConfig)) | {"tensor_parallel_size"}
+_ADAPTERS = {"enable_lora", "lora_modules"}
+"""Flags of the engine that are not simulated: what the products of adapters take is not known here."""
+SIMULATED_FLAGS = frozenset(field.name for field in fields(EngineConfig)) - _ADAPTERS | {
+    "tensor_parallel_size"
+}
+_ONE = """
+data_parallel_size data_parallel_size_local dcp_kv_cache_interleave_size decode_context_parallel_size nnodes
+num_scheduler_steps pipeline_parallel_size prefill_context_parallel_size prefill_schedule_interval
+stream_interval
+"""
+_ZERO = """
+cpu_offload_gb data_parallel_rank data_parallel_start_rank node_rank num_lookahead_slots offload_group_size
+scheduler_delay_factor ubatch_size watermark
+"""
+_IDLE: Mapping[str, int] = dict.fromkeys(_ONE.split(), 1) | dict.fromkeys(_ZERO.split(), 0)
+"""Numbers at which flags that are not simulated change nothing: one of several, none, the first."""
 GPU_WEIGHT_BYTES: Mapping[Any, int] = {None: 2, "fp8": 1}
 GPU_DTYPES = ("auto", "bfloat16", "float16", "half")
 GPU_KV_BYTES: Mapping[str, int] = {"auto": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -271,8 +294,10 @@ def _without_idle(flags: Mapping[str, Any]) -> dict[str, Any]:
     """Raises ConfigError for a flag that is not simulated."""
     given = {name: value for name, value in flags.items() if value is not None}
     for name in sorted(set(given) - SIMULATED_FLAGS - WITHOUT_EFFECT):
-        if given[name] not in (False, 0, 1):  # e.g. --pipeline-parallel-size 1
-            raise ConfigError(name, given[name], "it is not simulated", "drop the flag")
+        value = given[name]
+        idle = not value if isinstance(value, bool) else value == _IDLE.get(name)
+        if not idle:
+            raise ConfigError(name, value, "it is not simulated", "drop the flag")
     return {name: value for name, value in given.items() if name in SIMULATED_FLAGS - WITHOUT_EFFECT}
 
 

@@ -78,6 +78,11 @@ def test_async_scheduling_hides_half_of_the_hosts_time() -> None:
         ({"kv_cache_dtype": "int8_per_token_head"}, "kv-cache-dtype"),
         ({"dtype": "float32"}, "dtype float32"),
         ({"pipeline_parallel_size": 2}, "pipeline-parallel-size 2: it is not simulated"),
+        ({"enable_lora": True}, "enable-lora True: it is not simulated"),
+        ({"enable_expert_parallel": True}, "enable-expert-parallel True: it is not simulated"),
+        ({"lora_modules": ["sql=./sql"]}, "lora-modules .*: it is not simulated"),
+        ({"optimization_level": 0}, "optimization-level 0: it is not simulated"),
+        ({"cpu_offload_gb": 1}, "cpu-offload-gb 1: it is not simulated"),
         ({"max_model_len": 100_000}, "the model was made for at most 8192"),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "at least max_num_seqs"),
         ({"speculative_config": {"method": "draft_model", "model": "m"}}, "draft model takes is not known"),
@@ -90,6 +95,7 @@ def test_what_is_wrong_or_not_simulated_is_refused(flags: dict[str, Any], named:
 
 def test_flags_without_effect_are_let_pass() -> None:
     on("h100", port=8000, trust_remote_code=True, enforce_eager=True, pipeline_parallel_size=1, revision=None)
+    on("h100", enable_lora=False, max_loras=4, cpu_offload_gb=0, enable_expert_parallel=False)
 
 
 def test_an_assumed_acceptance_is_said_and_a_given_one_taken() -> None:
