@@ -40,8 +40,8 @@ def explain(
             help="JSON or YAML object: max_model_len and num_gpu_blocks (null block included), and as far as "
             "they differ from the defaults block_size, max_num_seqs, max_num_batched_tokens, "
             "enable_chunked_prefill, enable_prefix_caching, scheduling_policy, "
-            "long_prefill_token_threshold, num_speculative_tokens, scheduler, preemption_mode, "
-            "num_host_blocks. - is standard input.",
+            "long_prefill_token_threshold, num_speculative_tokens, enable_lora, max_loras, scheduler, "
+            "preemption_mode, num_host_blocks. - is standard input.",
         ),
     ],
     requests: Annotated[
@@ -49,7 +49,7 @@ def explain(
         typer.Option(
             metavar="FILE",
             help="JSON or YAML list of objects: id, prompt_token_ids, output_len, and as far as they differ "
-            "from 0 arrival_step and priority. - is standard input.",
+            "from 0 arrival_step and priority, and lora_name. - is standard input.",
         ),
     ],
     format: Annotated[

@@ -34,6 +34,7 @@ class AdmissionStop(Enum):
     BLOCKS = "too few free blocks for the whole sequence"
     PREFILLS = "max_num_partial_prefills are mid-prefill"
     LONG_PREFILLS = "max_long_partial_prefills long ones are mid-prefill"
+    ADAPTERS = "max_loras adapters are in the step, and not its own"
     GATE = "its grammar or its KV is not there yet"
     BATCH = "the batch runs until its last member ends"
     SWAPPED = "requests swapped out to host memory come first"

@@ -137,6 +137,7 @@ def _request(arrival: ExplainRequest, place: int) -> Request:
         sampling=SamplingParams(max_tokens=arrival.output_len, ignore_eos=True),
         priority=arrival.priority,
         arrival_time=float(place),
+        lora_name=arrival.lora_name,
     )
 
 

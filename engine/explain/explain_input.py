@@ -60,6 +60,7 @@ class ExplainRequest(Struct, frozen=True, forbid_unknown_fields=True):
     output_len: PositiveInteger
     arrival_step: Step = 0
     priority: Integer = 0
+    lora_name: str = ""
 
 
 class ExplainConfig(Struct, forbid_unknown_fields=True):
@@ -78,6 +79,8 @@ class ExplainConfig(Struct, forbid_unknown_fields=True):
     max_num_partial_prefills: Integer = 0
     max_long_partial_prefills: Integer = 0
     num_speculative_tokens: NaturalNumber | None = None
+    enable_lora: bool = False
+    max_loras: Integer = 0
     scheduler: str = ""
     preemption_mode: str = ""
     num_host_blocks: HostBlocks = 0
@@ -142,7 +145,10 @@ def read_config(raw: object) -> Setup:
 
 
 def read_requests(raw: object, setup: Setup) -> list[ExplainRequest]:
-    """Check a list of ``requests``; ``arrival_step`` and ``priority`` default to 0. Raises ExplainError."""
+    """Check a list of ``requests``; ``arrival_step`` and ``priority`` default to 0, ``lora_name`` to none.
+
+    Raises ExplainError.
+    """
     if not isinstance(raw, list):
         raise ExplainError(f"requests: must be a list, got {describe(raw)}")
     limit = setup.engine.max_model_len
@@ -160,6 +166,8 @@ def read_requests(raw: object, setup: Setup) -> list[ExplainRequest]:
             )
         if (first := places.setdefault(name, place)) != place:
             raise ExplainError(f"{where}: id {name!r} is taken by requests[{first}]")
+        if request.lora_name and not setup.engine.enable_lora:
+            raise ExplainError(f"{where} ({name!r}): lora_name needs enable_lora in the config")
         requests.append(request)
     return requests
 

@@ -43,6 +43,8 @@ def describe_setup(setup: Setup) -> str:
     if engine.max_num_partial_prefills:
         long = engine.max_long_partial_prefills
         parts.append(f"at most {engine.max_num_partial_prefills} mid-prefill, {long} of them long")
+    if engine.enable_lora:
+        parts.append(f"adapters of a step: at most {engine.max_loras}")
     if engine.num_speculative_tokens:
         parts.append(f"up to {engine.num_speculative_tokens} drafts per request")
     legend = LEGEND

@@ -59,6 +59,8 @@ class Planning:
     """Requests passed over in this step, which do not block the queue behind them; in the queue's order."""
     aside_for: AdmissionStop | None = None
     """Why the first of them was passed over."""
+    adapters: set[str] = field(default_factory=set)
+    """Of the requests that are scheduled; set once the running requests have their share."""
     any_running: bool = False
     """A request that was running before this step is scheduled in it."""
     any_mid_prefill: bool = False
@@ -256,6 +258,8 @@ class UnifiedScheduler(SchedulerBase):
         """Admit from the head of the queue until something stops it. The head is overtaken only where it is
         set aside."""
         step.partial = PartialPrefills.of(self.config, step.scheduled)
+        if self.config.enable_lora:
+            step.adapters = {request.lora_name for request in step.scheduled.requests} - {""}
         while self.waiting:
             if step.budget.left <= 0:
                 return AdmissionStop.BUDGET
@@ -263,6 +267,9 @@ class UnifiedScheduler(SchedulerBase):
                 return AdmissionStop.SEQUENCES
             request = self.waiting.peek()
             if not self._is_open(request, step):
+                continue
+            if request.lora_name and not self._has_slot(request.lora_name, step):
+                self._set_aside(AdmissionStop.ADAPTERS, step)
                 continue
             holds = bool(request.block_ids)
             hits = request.block_ids if holds else self._lookup(request)
@@ -303,6 +310,8 @@ class UnifiedScheduler(SchedulerBase):
                 step.partial.take(lacks)
             self._admit(step)
             self._take(request, num_tokens, drafts, step)
+            if request.lora_name:
+                step.adapters.add(request.lora_name)
         return step.aside_for
 
     def _lookup(self, request: Request) -> list[int]:
@@ -325,6 +334,10 @@ class UnifiedScheduler(SchedulerBase):
             step.failed.append(self.waiting.pop())
             self._finish(request, RequestStatus.FINISHED_ERROR)
         return False
+
+    def _has_slot(self, adapter: str, step: Planning) -> bool:
+        """Whether the step has the adapter, or room for one more."""
+        return adapter in step.adapters or len(step.adapters) < self.config.max_loras
 
     def _set_aside(self, reason: AdmissionStop, step: Planning) -> None:
         """Pass over the head of the queue in this step."""

@@ -72,6 +72,15 @@ def test_a_prompt_of_20_tokens_is_computed_beside_two_that_decode() -> None:
     assert all((shares(step)["A"], shares(step)["B"]) == (1, 1) for step in steps[1:5])
 
 
+def test_an_adapter_without_a_slot_is_passed_over() -> None:
+    raw = [request("A", 1, 2), request("B", 1, 2), request("C", 1, 2)]
+    for item, adapter in zip(raw, ("sql", "chat", ""), strict=True):
+        item["lora_name"] = adapter
+    steps = steps_of(config(enable_lora=True), raw)
+    assert [list(shares(step)) for step in steps] == [["A", "C"], ["A", "C"], ["B"], ["B"]]
+    assert steps[0].plan.admission_stop is AdmissionStop.ADAPTERS
+
+
 def test_a_finished_request_leaves_its_place_to_the_next_at_once() -> None:
     raw = [request(name, 1, length) for name, length in (("A", 4), ("B", 2), ("C", 3), ("D", 5))]
     steps = steps_of(config(max_num_seqs=4, max_num_batched_tokens=4), [*raw, request("E", 1, 3, 2)])
@@ -356,6 +365,7 @@ def test_a_bad_config_is_refused(tmp_path: Path, raw: object, message: str) -> N
         ({}, "requests: must be a list, got an object"),
         ([7], "requests[0]: must be an object, got 7"),
         ([{"id": "A", "output_len": 1}], "requests[0]: prompt_token_ids is missing"),
+        ([{**GOOD[0], "lora_name": "a"}], "requests[0] ('A'): lora_name needs enable_lora in the config"),
         ([{**GOOD[0], "prompt": "x"}], 'requests[0]: unknown key "prompt"; known are id, prompt_token_ids'),
         ([{**GOOD[0], "id": 7}], "requests[0]: id must be a string, got 7"),
         (

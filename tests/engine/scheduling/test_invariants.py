@@ -55,7 +55,9 @@ def test_no_request_starves_and_all_get_all_tokens(config: dict[str, Any], workl
     if config["scheduling_policy"] == "fcfs":
         first_admissions = list(dict.fromkeys(name for plan in plans for name in plan.admitted_with_computed))
         arrivals = sorted(run.requests.values(), key=lambda request: request.arrival_time)
-        assert first_admissions == [request.request_id for request in arrivals]
+        for adapter in ("", "a", "b", "c"):  # requests of others may pass one whose adapter has no slot
+            own = [request.request_id for request in arrivals if request.lora_name == adapter]
+            assert [name for name in first_admissions if name in own] == own
 
 
 @settings(many, max_examples=500)

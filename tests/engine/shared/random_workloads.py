@@ -34,6 +34,7 @@ class Spec:
     max_tokens: int
     priority: int
     abort_step: int | None
+    lora_name: str = ""
 
 
 @st.composite
@@ -57,6 +58,8 @@ def configs(draw: st.DrawFn) -> dict[str, Any]:
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 3, 7])),
         "num_blocks": enough + draw(st.integers(0, enough // 2)),
         "k": k,
+        "enable_lora": True,
+        "max_loras": draw(st.integers(1, 3)),
     }
 
 
@@ -69,6 +72,7 @@ specs = st.builds(
     max_tokens=st.integers(1, 24),
     priority=st.integers(-1, 1),
     abort_step=st.one_of(st.none(), st.none(), st.integers(0, 30)),
+    lora_name=st.sampled_from(["", "", "", "a", "b", "c"]),
 )
 workloads = st.lists(specs, min_size=1, max_size=10)
 
@@ -110,6 +114,7 @@ class Run:
                     sampling=sampling,
                     priority=spec.priority,
                     eos_token_ids=(EOS,),
+                    lora_name=spec.lora_name,
                 )
 
     def abort(self) -> None:

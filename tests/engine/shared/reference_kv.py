@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from engine.request import Request
 
-Content = tuple[str, tuple[int, ...]]
+Content = tuple[str, str, tuple[int, ...]]
 
 
 class ReferencePool:
@@ -121,4 +121,4 @@ class ReferenceKV:
         return max(blocks - have, 0)
 
     def _content(self, request: Request, end: int) -> Content:
-        return request.cache_salt, tuple(request.token_ids[:end])
+        return request.lora_name, request.cache_salt, tuple(request.token_ids[:end])

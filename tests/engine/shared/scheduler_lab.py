@@ -49,7 +49,7 @@ class ShadowKV:
                 assert held == content[position], f"{item.request.request_id} reads a wrong KV at {position}"
 
     def _content(self, item: Any) -> list[int]:
-        prefix, content = hash(item.request.cache_salt), []
+        prefix, content = hash((item.request.cache_salt, item.request.lora_name)), []
         for token in [*item.request.token_ids, *item.drafts][: item.start + item.num_tokens]:
             prefix = hash((prefix, token))
             content.append(prefix)
@@ -162,6 +162,8 @@ class Lab:
         assert plan.num_scheduled_tokens <= plan.token_budget == self.config.max_num_batched_tokens
         assert len(plan.scheduled) <= self.config.max_num_seqs
         assert len({item.request.request_id for item in plan.scheduled}) == len(plan.scheduled)
+        adapters = {item.request.lora_name for item in plan.scheduled} - {""}
+        assert len(adapters) <= self.config.max_loras
         for item in plan.scheduled:
             assert item.num_tokens >= 1
             assert len(item.drafts) <= self.config.num_speculative_tokens
@@ -175,7 +177,15 @@ class Lab:
 
     def _check_admission(self, plan: StepPlan, waited: list[Request]) -> None:
         """The admitted are the head of the queue: only requests that were set aside are overtaken."""
-        aside = [request for request in waited if request.gate is not None or request in plan.failed]
+        adapters = {item.request.lora_name for item in plan.scheduled} - {""}
+        full = len(adapters) == self.config.max_loras
+        aside = [
+            request
+            for request in waited
+            if request.gate is not None
+            or request in plan.failed
+            or (full and request.lora_name not in {"", *adapters})
+        ]
         turns = [request.request_id for request in waited if request not in aside]
         admitted = list(plan.admitted_with_computed)
         assert admitted == turns[: len(admitted)]
