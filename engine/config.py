@@ -144,6 +144,11 @@ class EngineConfig:
         return (names,) if isinstance(names, str) else names
 
     @property
+    def lora_names(self) -> tuple[str, ...]:
+        """What clients may call the adapters."""
+        return tuple(module.name for module in self.lora_modules)
+
+    @property
     def served_name(self) -> str:
         """What the server calls the model."""
         return self.served_names[0]

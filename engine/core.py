@@ -167,7 +167,7 @@ class EngineCore:
         self.scheduler = schedulers(self.config, self.memory_plan.num_blocks, num_host_blocks)
         self.grammars = Grammars(compiler or LLGuidance(self.config))
         self.clock = clock
-        self.metrics = StepObserver(self.scheduler, clock)
+        self.metrics = StepObserver(self.scheduler, clock, self.config.enable_lora)
         self.stats = StepStats()
         """What the last step, or the last abort, adds to the metrics."""
         self._in_flight: _InFlight | None = None

@@ -188,7 +188,7 @@ class LLM:
             raise PromptError(
                 f"token ids must lie in 0 to {self._model.vocab_size - 1}, the model's vocabulary"
             )
-        known = [module.name for module in self.core.config.lora_modules]
+        known = self.core.config.lora_names
         if lora_name and lora_name not in known:
             raise PromptError(f"no adapter is named {lora_name!r}; there are: {', '.join(known) or 'none'}")
         self._num_requests += 1

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
@@ -39,12 +40,37 @@ def token_buckets(limit: int) -> tuple[int, ...]:
     return tuple(buckets)
 
 
+class LoRAInfo:
+    """``lora_requests_info``: as in vLLM a series for each state that there was, whose value is the unix time
+    at which it was last so."""
+
+    def __init__(self, max_loras: int) -> None:
+        self._max_loras = str(max_loras)
+        self._states: dict[tuple[str, str], Number] = {}
+        self._children: list[tuple[Labels, Number]] = []
+        text = "LoRA adapters of requests that run and wait; the value is when that was so."
+        self.family = MetricFamily("vllm:lora_requests_info", text, "gauge", self._children)
+
+    def record(self, stats: StepStats) -> None:
+        """It is now as ``stats`` says."""
+        names = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
+        if names not in self._states:
+            labels = {
+                "max_lora": self._max_loras,
+                "running_lora_adapters": names[0],
+                "waiting_lora_adapters": names[1],
+            }
+            self._states[names] = Number()
+            self._children.append((labels, self._states[names]))
+        self._states[names].set(time.time())
+
+
 class PrometheusMetrics:
     """The families behind ``/metrics``, in a registry of their own.
 
-    ``cache_info`` becomes the labels of ``cache_config_info``; the ``spec_decode_*`` families exist only with
-    ``num_speculative_tokens`` > 0, and the external prefix cache's with ``kv_connector``, as in vLLM, so that
-    their absence says that it is off.
+    ``cache_info`` becomes the labels of ``cache_config_info``. As in vLLM, the ``spec_decode_*`` families
+    exist only with ``num_speculative_tokens`` > 0, the external prefix cache's with ``kv_connector``, and
+    ``lora_requests_info`` with ``max_loras`` > 0, so that their absence says that it is off.
     """
 
     def __init__(
@@ -54,6 +80,7 @@ class PrometheusMetrics:
         max_model_len: int,
         num_speculative_tokens: int = 0,
         kv_connector: bool = False,
+        max_loras: int = 0,
         cache_info: Mapping[str, object] | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
@@ -70,6 +97,9 @@ class PrometheusMetrics:
                 self._counter("external_prefix_cache_queries", "Tokens asked of the KV connector."),
                 self._counter("external_prefix_cache_hits", "Tokens it has loaded."),
             )
+        self._lora = LoRAInfo(max_loras) if max_loras else None
+        if self._lora is not None:
+            self._add_family(self._lora.family)
         self._spec_positions: list[Number] = []
         if num_speculative_tokens:
             self._define_spec_decode(num_speculative_tokens)
@@ -85,6 +115,8 @@ class PrometheusMetrics:
         self._waiting_capacity.set(stats.num_waiting - stats.num_deferred)
         self._waiting_deferred.set(stats.num_deferred)
         self._kv_usage.set(stats.kv_usage)
+        if self._lora is not None:
+            self._lora.record(stats)
         if stats.prefix_queries:
             self._prefix_queries.inc(stats.prefix_queries)
             self._prefix_hits.inc(stats.prefix_hits)
@@ -260,6 +292,8 @@ class PrometheusMetrics:
         return child
 
     def _register(self, name: str, text: str, kind: Kind, children: Sequence[tuple[Labels, Child]]) -> None:
-        family = MetricFamily(f"vllm:{name}", text, kind, children)
+        self._add_family(MetricFamily(f"vllm:{name}", text, kind, children))
+
+    def _add_family(self, family: MetricFamily) -> None:
         self.registry.register(family)
         self.families.append(family)

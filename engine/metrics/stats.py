@@ -50,6 +50,10 @@ class StepStats:
     num_deferred: int = 0
     """How many of these wait for something other than room."""
     kv_usage: float = 0.0
+    running_adapters: tuple[str, ...] = ()
+    """Names of the LoRA adapters of requests that run, in the order in which they came."""
+    waiting_adapters: tuple[str, ...] = ()
+    """... of requests that wait."""
     prefix_queries: int = 0
     external_queries: int = 0
     external_hits: int = 0
@@ -111,10 +115,16 @@ class _Timeline:
 
 
 class StepObserver:
-    """Watches the steps of one engine. ``clock`` must be the one that stamps ``Request.arrival_time``."""
+    """Watches the steps of one engine. ``clock`` must be the one that stamps ``Request.arrival_time``;
+    ``adapters``: whether requests may have LoRA adapters."""
 
-    def __init__(self, scheduler: ObservedScheduler, clock: Callable[[], float] = time.monotonic) -> None:
-        self._scheduler, self._clock = scheduler, clock
+    def __init__(
+        self,
+        scheduler: ObservedScheduler,
+        clock: Callable[[], float] = time.monotonic,
+        adapters: bool = False,
+    ) -> None:
+        self._scheduler, self._clock, self._adapters = scheduler, clock, adapters
         self._timelines: dict[str, _Timeline] = {}
         self._last_token: dict[str, float] = {}
         """When each request emitted its last token; kept beside the timelines so that one call updates
@@ -225,6 +235,8 @@ class StepObserver:
         scheduler = self._scheduler
         seen, self._seen = self._seen, _counts(scheduler.stats)
         gained: dict[str, Any] = {name: count - seen[name] for name, count in self._seen.items()}
+        if self._adapters:
+            figures |= self._adapters_in_use()
         return StepStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -233,6 +245,15 @@ class StepObserver:
             **gained,
             **figures,
         )
+
+    def _adapters_in_use(self) -> dict[str, Any]:
+        named = [line.request for line in self._timelines.values() if line.request.lora_name]
+        runs = [request for request in named if request.status is RequestStatus.RUNNING]
+        waits = [request for request in named if request.status is not RequestStatus.RUNNING]
+        return {
+            "running_adapters": tuple(dict.fromkeys(request.lora_name for request in runs)),
+            "waiting_adapters": tuple(dict.fromkeys(request.lora_name for request in waits)),
+        }
 
 
 def _counts(stats: SchedulerStats) -> dict[str, Any]:

@@ -93,7 +93,14 @@ class Api:
     ) -> tuple[str, str, Tokenizer, Generation, Sequence[list[int]], Tells]:
         """What a writer is made of."""
         name = generation.body.request_id or uuid.uuid4().hex
-        return name, self._model_name, self._frontend.tokenizer, generation, prompts, self._tells
+        return (
+            name,
+            generation.lora_name or self._model_name,
+            self._frontend.tokenizer,
+            generation,
+            prompts,
+            self._tells,
+        )
 
     async def _answer(
         self,
@@ -167,8 +174,10 @@ class Api:
             logger.warning(f"fields present in a request but ignored: {names}")
 
     def _check_model(self, name: str | None) -> None:
-        if name is not None and name not in self._config.served_names:
-            message = f"The model `{name}` does not exist; this server has `{self._model_name}`."
+        known = *self._config.served_names, *self._config.lora_names
+        if name is not None and name not in known:
+            has = "`, `".join((self._model_name, *self._config.lora_names))
+            message = f"The model `{name}` does not exist; this server has `{has}`."
             raise RequestError(message, "model", 404, "NotFoundError")
 
     async def _token_ids(self, prompt: Prompt, add_special_tokens: bool) -> list[int]:
@@ -202,8 +211,8 @@ class Api:
     # ---------------------------------------------------------------- everything else
 
     async def models(self, request: Request) -> Response:
-        cards = [self._model_card(name) for name in self._config.served_names]
-        return JSONResponse({"object": "list", "data": cards})
+        names = *self._config.served_names, *self._config.lora_names
+        return JSONResponse({"object": "list", "data": [self._model_card(name) for name in names]})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -211,13 +220,17 @@ class Api:
         return JSONResponse(self._model_card(name))
 
     def _model_card(self, name: str) -> dict[str, Any]:
+        adapter = next((module for module in self._config.lora_modules if module.name == name), None)
+        root, parent = self._config.model, None
+        if adapter is not None:
+            root, parent = adapter.path, adapter.base_model_name or self._model_name
         return {
             "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "vtune",
-            "root": self._config.model,
-            "parent": None,
+            "root": root,
+            "parent": parent,
             "max_model_len": self._max_model_len,
         }
 

@@ -167,6 +167,7 @@ class Frontend:
             priority=generation.body.priority,
             arrival_time=arrival,
             cache_salt=generation.body.cache_salt,
+            lora_name=generation.lora_name,
         )
         text = TextStream(
             self.tokenizer,

@@ -238,6 +238,8 @@ class Generation:
     max_tokens: int | None
     unknown: tuple[str, ...]
     """Names of fields that the server does not know, the first :data:`MAX_UNKNOWN_NAMES`."""
+    lora_name: str = ""
+    """The adapter that is asked for as ``model``; "": none."""
 
     @classmethod
     def of(
@@ -259,7 +261,8 @@ class Generation:
             )
         known = body.KNOWN_BESIDE.union(body.__struct_fields__)
         names = tuple(sorted(islice((name for name in given if name not in known), MAX_UNKNOWN_NAMES)))
-        return cls(body, body.sampling(logprobs), max_tokens, names)
+        adapter = body.model if body.model in config.lora_names else None
+        return cls(body, body.sampling(logprobs), max_tokens, names, adapter or "")
 
     def sampling_for(self, num_prompt_tokens: int, max_model_len: int, default: int | None) -> SamplingParams:
         """The parameters for one prompt. ``default``: max_tokens where the client names none; None: the rest.

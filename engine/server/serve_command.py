@@ -13,6 +13,7 @@ import typer
 
 from engine.config import EngineConfig, KVCacheDtype, StructuredOutputsConfig
 from engine.errors import ConfigError
+from engine.lora_config import LoRAModule
 from engine.server.serve_arguments import normalize
 from engine.server.unsupported_flags import UNSUPPORTED_FLAGS
 from engine.speculative_config import SpeculativeConfig
@@ -34,6 +35,8 @@ Examples:
   vtune serve ./model --dtype float32 --no-enable-prefix-caching --scheduling-policy priority
 
   vtune serve bundled --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'
+
+  vtune serve ./model --enable-lora --max-loras 2 --lora-modules sql=./sql-adapter chat=./chat-adapter
 
   vtune serve bundled --served-model-name small default --speculative-config.method ngram
 """
@@ -82,6 +85,14 @@ def parse_structure(text: str) -> StructuredOutputsConfig:
     """Raises BadParameter."""
     try:
         return StructuredOutputsConfig.parse(text)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def parse_adapter(text: str) -> LoRAModule:
+    """Raises BadParameter."""
+    try:
+        return LoRAModule.parse(text)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -210,6 +221,17 @@ def serve(
             metavar="JSON",
         ),
     ] = None,
+    enable_lora: Annotated[bool, _flag("Let requests name one of --lora-modules as their model.")] = False,
+    max_loras: Annotated[int, _count("Most adapters of a step; requests of others wait.")] = 1,
+    max_lora_rank: Annotated[int, _count("Highest rank of an adapter: 1, 8, 16, 32, 64 up to 512.")] = 16,
+    lora_modules: Annotated[
+        list[Any] | None,
+        _flag(
+            "Adapters in PEFT's format, as name=path or as a JSON object with both.",
+            parser=parse_adapter,
+            metavar="NAME=PATH...",
+        ),
+    ] = None,
     scheduler: Annotated[
         Literal["unified", "static", "two-track"],
         _flag(
@@ -230,6 +252,7 @@ def serve(
     try:
         given["model"] = _model(given.pop("arguments") or [], model)
         given["served_model_name"] = tuple(served_model_name or ()) or None
+        given["lora_modules"] = tuple(lora_modules or ())
         given["cudagraph_capture_sizes"] = tuple(cudagraph_capture_sizes or ()) or None
         names = {field.name for field in fields(EngineConfig)}
         config = EngineConfig(**{name: value for name, value in given.items() if name in names})

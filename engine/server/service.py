@@ -167,6 +167,7 @@ def _metrics(info: EngineInfo) -> PrometheusMetrics:
         max_model_len=config.max_model_len,
         num_speculative_tokens=config.num_speculative_tokens,
         kv_connector=config.kv_offloading_size is not None,
+        max_loras=config.max_loras if config.enable_lora else 0,
         cache_info={
             "block_size": config.block_size,
             "cache_dtype": config.kv_cache_dtype,

@@ -24,7 +24,7 @@ dp-sync-interval ec-manager-config ec-transfer-config elastic-ep-max-dp-size ena
 enable-batch-sharded-sampling enable-cumem-allocator enable-dbo enable-elastic-ep enable-ep-weight-filter
 enable-eplb enable-expert-parallel enable-fault-tolerance enable-flash-late-interaction
 enable-flashinfer-autotune enable-force-include-usage enable-hc-sp enable-layerwise-nvtx-tracing
-enable-log-deltas enable-log-outputs enable-log-requests enable-logging-iteration-details enable-lora
+enable-log-deltas enable-log-outputs enable-log-requests enable-logging-iteration-details
 enable-mamba-cache-stochastic-rounding enable-mamba-shared-prefix-checkpoint enable-mfu-metrics
 enable-mixed-moe-lora-format enable-mm-embeds enable-moe-shared-loras enable-nccl-comm-suspend
 enable-offline-docs enable-prompt-embeds
@@ -40,10 +40,10 @@ kernel-config kv-cache-dtype-skip-layers kv-cache-memory-bytes kv-cache-metrics
 kv-cache-metrics-sample kv-events-config kv-sharing-fast-prefill
 kv-transfer-config language-model-only limit-mm-per-prompt linear-backend log-config-file log-error-stack
 log-level logging-config logits-processors logprobs-mode long-prefill-token-threshold-adaptive lora-dtype
-lora-modules lora-target-modules mamba-backend mamba-block-size mamba-cache-dtype mamba-cache-mode
+lora-target-modules mamba-backend mamba-block-size mamba-cache-dtype mamba-cache-mode
 mamba-cache-philox-rounds mamba-ssm-cache-dtype mamba-ssu-algorithm master-addr master-port max-cpu-loras
 max-log-len max-logprobs max-lora-cls-labels
-max-lora-rank max-loras max-num-active-seqs max-num-queued-reqs
+max-num-active-seqs max-num-queued-reqs
 max-num-queued-tokens max-parallel-loading-workers media-io-kwargs middleware
 mm-device-do-normalize mm-encoder-attn-backend mm-encoder-attn-dtype mm-encoder-fp8-scale-path
 mm-encoder-fp8-scale-save-margin mm-encoder-fp8-scale-save-path mm-encoder-only mm-encoder-tp-mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,18 @@ class TimedRunner(HashRunner):
 class Lab:
     """An engine whose steps take as long as the test says, and the metrics it feeds."""
 
-    def __init__(self, **flags: Any) -> None:
+    def __init__(self, max_loras: int = 0, **flags: Any) -> None:
         self.clock = Clock()
         self.runner = TimedRunner(self.clock)
         config = EngineConfig(max_num_batched_tokens=32, max_num_seqs=4, num_gpu_blocks_override=9, **flags)
+        if max_loras:
+            config = replace(config, enable_lora=True, max_loras=max_loras)
         self.core = EngineCore(config, self.runner, clock=self.clock)
-        self.metrics = PrometheusMetrics("m", max_model_len=128)
+        self.metrics = PrometheusMetrics("m", max_model_len=128, max_loras=max_loras)
 
-    def add(self, name: str, prompt: list[int], max_tokens: int, arrived: float) -> None:
+    def add(self, name: str, prompt: list[int], max_tokens: int, arrived: float, lora_name: str = "") -> None:
         request = Request(name, prompt, SamplingParams(max_tokens=max_tokens), arrival_time=arrived)
+        request.lora_name = lora_name
         self.core.add(request)
 
     def step(self, seconds: float) -> None:
@@ -180,6 +184,40 @@ def test_the_n_parameter_counts_once_a_prompt() -> None:
     text = metrics.render().decode()
     assert 'vllm:request_params_n_sum{engine="0",model_name="m"} 3.0' in text
     assert 'vllm:request_max_num_generation_tokens_sum{engine="0",model_name="m"} 17.0' in text
+
+
+def test_adapters_that_run_and_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One series for each state that there was, with the time when it was last so."""
+    lab = Lab(max_loras=1)
+    monkeypatch.setattr("engine.metrics.prometheus.time.time", lambda: lab.clock.now)
+
+    def states() -> dict[tuple[str, str, str], float]:
+        family = next(each for each in lab.metrics.families if each.name == "vllm:lora_requests_info")
+        return {tuple(labels.values()): child.value for labels, child in family.children}  # type: ignore[misc,union-attr]
+
+    assert states() == {}
+    for name, adapter in (("A", "sql"), ("B", "chat"), ("C", ""), ("D", "sql"), ("E", "math")):
+        lab.add(name, [1, 2, 3], 2, arrived=100.0, lora_name=adapter)
+    lab.step(1.0)
+    assert states() == {("1", "sql", "chat,math"): 101.0}
+    assert lab.value("num_requests_waiting_by_reason", reason="deferred") == 2
+    assert lab.value("num_requests_waiting_by_reason", reason="capacity") == 0
+    lab.step(1.0)  # A, C and D end
+    lab.step(1.0)
+    assert states() == {
+        ("1", "sql", "chat,math"): 101.0,
+        ("1", "", "chat,math"): 102.0,
+        ("1", "chat", "math"): 103.0,
+    }
+    for _ in range(3):
+        lab.step(1.0)
+    assert states()["1", "", ""] == 106.0
+    labels = 'max_lora="1",running_lora_adapters="chat",waiting_lora_adapters="math"'
+    assert f"vllm:lora_requests_info{{{labels}}} 103.0" in lab.metrics.render().decode()
+
+
+def test_without_adapters_there_is_no_family_of_them() -> None:
+    assert "lora" not in PrometheusMetrics("m", max_model_len=64).render().decode()
 
 
 def test_token_buckets_end_at_the_context_length() -> None:

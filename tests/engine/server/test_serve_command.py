@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import engine.server.server
 from engine.config import EngineConfig
+from engine.lora_config import LoRAModule
 from engine.server.serve_command import parse_bytes, parse_count
 from engine.speculative_config import SpeculativeConfig
 from vtune_cli import app
@@ -81,8 +82,10 @@ def test_every_flag_reaches_the_config(started: list[tuple[Any, ...]]) -> None:
         --max-model-len 1k --block_size 32 --gpu-memory-utilization 0.5 --device-memory 2GiB
         --num-gpu-blocks-override 77 --max_num_batched_tokens=2K --max-num-seqs 9
         --no-enable_chunked_prefill --no-enable-prefix-caching --scheduling-policy priority
-        --long-prefill-token-threshold 64"""
+        --long-prefill-token-threshold 64 --enable-lora --max-loras 2 --max-lora-rank 64
+        --lora-modules sql=./sql chat=a=b"""
     line = shlex.split(text)
+    line += ['{"name": "third", "path": "p", "base_model_name": "base"}']
     line += ["--speculative-config", '{"method": "ngram", "num_speculative_tokens": 5}']
     assert run(line) == (0, "")
     config, options, non_default = started[0]
@@ -104,6 +107,14 @@ def test_every_flag_reaches_the_config(started: list[tuple[Any, ...]]) -> None:
         enable_prefix_caching=False,
         scheduling_policy="priority",
         long_prefill_token_threshold=64,
+        enable_lora=True,
+        max_loras=2,
+        max_lora_rank=64,
+        lora_modules=(
+            LoRAModule("sql", "./sql"),
+            LoRAModule("chat", "a=b"),
+            LoRAModule("third", "p", "base"),
+        ),
         speculative_config=SpeculativeConfig(num_speculative_tokens=5),
     )
     assert (options.host, options.port, options.api_keys, options.access_log) == (
@@ -139,6 +150,17 @@ def test_every_flag_reaches_the_config(started: list[tuple[Any, ...]]) -> None:
         ),
         (["--device-memory", "9" * 400], "is larger than any machine"),
         (["--device-memory", "99999999999GiB"], "is larger than any machine"),
+        (["--lora-modules", "sql=./sql"], "--lora-modules sql: needs --enable-lora"),
+        (["--enable-lora", "--lora-modules", "sql"], "sql: must be name=path, or a JSON object"),
+        (["--enable-lora", "--lora-modules", '{"name": "a"}'], "name and path must be there"),
+        (["--enable-lora", "--lora-modules", '{"name": "a", "path": "b", "x": 1}'], "x is no key of it"),
+        (["--enable-lora", "--lora-modules", "{"], "not JSON"),
+        (["--enable-lora", "--lora-modules", "a=b", "a=c"], "a: is the name of another adapter"),
+        (["--enable-lora", "--lora-modules", "bundled=b"], "bundled: is the name of the model"),
+        (["--enable-lora", "--lora-modules", "a,b=c"], "must be printable and without commas"),
+        (["--max-loras", "0"], "--max-loras 0: must be at least 1"),
+        (["--max-lora-rank", "17"], "--max-lora-rank 17: must be one of 1, 8, 16, 32"),
+        (["--enable-lora", "--scheduler", "static"], "--enable-lora True: the static scheduler does not"),
         (["--seed", "-1"], "--seed -1: must lie in [0, 9223372036854775807]"),
         (["--served-model-name", "\udcff"], r"--served-model-name '\udcff': is not Unicode text"),
     ],

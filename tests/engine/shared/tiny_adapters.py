@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.models.model_config import ModelConfig
+
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -25,15 +27,15 @@ def save_adapter(
     dtype: torch.dtype = torch.float32,
     **config: Any,
 ) -> Path:
-    """An adapter for the checkpoint ``model`` (one file), large enough that it changes what is generated."""
+    """An adapter for the checkpoint ``model``, large enough that it changes what is generated."""
     directory.mkdir(parents=True, exist_ok=True)
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, weight in load_file(model / "model.safetensors").items():
+    shapes = ModelConfig.from_hf(json.loads((model / "config.json").read_text())).tensor_shapes()
+    for name, (outputs, *inputs) in shapes.items():
         module = name.removesuffix(".weight")
-        if module.rpartition(".")[2] in targets and weight.ndim == 2:
-            outputs, inputs = weight.shape
-            for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+        if module.rpartition(".")[2] in targets:
+            for half, shape in (("A", (rank, *inputs)), ("B", (outputs, rank))):
                 tensor = torch.empty(shape).normal_(0.0, 0.15, generator=draw)
                 tensors[f"base_model.model.{module}.lora_{half}.weight"] = tensor.to(dtype)
     save_file(tensors, directory / "adapter_model.safetensors")
