@@ -43,5 +43,6 @@ def parse_log(text: str) -> LogFacts:
     for kind in KINDS.values():
         if kind.log is not None and kind.log.wrote(text):
             facts = kind.log.parse(text)
-            return replace(facts, flags=kind.spelling.from_own(facts.flags), incidents=incidents(text))
+            flags = kind.spelling.from_own(facts.flags)
+            return replace(facts, flags=flags, kind=kind.name, incidents=incidents(text))
     return replace(vllm_log.parse_log(text), incidents=incidents(text))

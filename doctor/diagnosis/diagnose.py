@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from doctor.diagnosis.finding import CannotTell, Diagnosis, Evidence, Finding
 from doctor.diagnosis.fleet import fleets
 from doctor.diagnosis.judged_objectives import JudgedObjectives, judged_objectives
 from doctor.diagnosis.objective_judgement import ObjectiveJudgement
-from doctor.diagnosis.playbook import SEVERITIES, Playbook, load_all
+from doctor.diagnosis.playbook import SEVERITIES, Playbook, load_all, told_by
 from doctor.diagnosis.prescribe import prescriptions
 from doctor.metrics.signals import SIGNALS
 from doctor.metrics.sources import Source
@@ -22,6 +22,11 @@ from servers.kind import ServerKind
 from servers.logs.log_facts import LogFacts
 from servers.reading import Number
 
+KEY_FIGURES = (
+    *("running_mean", "running_max", "waiting_mean", "waiting_max", "kv_max", "preemptions", "prompt_rate"),
+    *("generation_rate", "request_rate", "ttft_p50", "ttft_p95", "itl_mean", "itl_p99"),
+)
+"""What is said of an engine where no finding says it."""
 FEW_REQUESTS = 20
 """Below this a P95 is the slowest request."""
 
@@ -91,16 +96,11 @@ def diagnose(
         notes=(*observation.notes, *_remarks(examined)),
         not_judged=not_judged(examined, observation.evaluator.keys),
         fleets=fleets(observation.evaluator, examined),
+        figures={view.name: tuple(_evidence(view, KEY_FIGURES)) for view in examined},
     )
 
 
 def _finding(book: Playbook, view: EngineView) -> Finding:
-    evidence = []
-    for name in book.signals:
-        reading = view.readings[name]
-        if isinstance(reading, Number):
-            unit = SIGNALS[name].unit
-            evidence.append(Evidence(name, reading.point, unit, view.queries[name], _bound_note(reading)))
     named = set(book.when.names)
     return Finding(
         id=book.id,
@@ -110,12 +110,30 @@ def _finding(book: Playbook, view: EngineView) -> Finding:
         model=view.group.model_name,
         engine=view.group.get("engine"),
         labels=dict(view.group.labels),
-        evidence=tuple(evidence),
+        evidence=(*_evidence(view, book.signals), *_told(book, view)),
         flags={name: flag for name, flag in view.flags.known.items() if name in named},
         prescriptions=prescriptions(book, view),
         expect=book.expect,
         toll=book.cost.of(view.lookup) if book.cost else None,
     )
+
+
+def _evidence(view: EngineView, names: Iterable[str]) -> Iterator[Evidence]:
+    """The signals that have a value."""
+    for name in names:
+        if isinstance(reading := view.readings[name], Number):
+            unit = SIGNALS[name].unit
+            yield Evidence(name, reading.point, unit, view.queries[name], _bound_note(reading))
+
+
+def _told(book: Playbook, view: EngineView) -> list[Evidence]:
+    """What a rule and its remedies ask of a log, a benchmark or labels, where it is said."""
+    names = dict.fromkeys((*book.when.names, *(name for cure in book.remedies for name in cure.needs.names)))
+    return [
+        Evidence(name, view.constants[name], "s" if name.endswith("_seconds") else "count", who)
+        for name in names
+        if (who := told_by(name)) is not None and view.constants.get(name)
+    ]
 
 
 def _bound_note(number: Number) -> str | None:

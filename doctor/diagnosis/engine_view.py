@@ -293,8 +293,8 @@ def _infer(flags: Flags, readings: Mapping[str, Reading], held_by_adapters: bool
     flat = usual > most - room if most >= 16 or (most >= 4 and decode <= 1) else usual > 0.8 * most - 0.5
     # One scrape with a queue says nothing of a level: it takes two, or the queue and the level at the end.
     held = waiting * (scrapes - 1) > 1.5 or (queue > 0 and last > most - room)
-    possible = held and queued >= deferred and most >= flags.known["max_num_seqs"].number.low
-    if possible and waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > 1):
+    # What is observed outweighs a default that is guessed.
+    if held and queued >= deferred and waiting > 0.5 and kv < 0.9 and flat and (most >= 4 or decode > 1):
         return flags.with_flag(server_flags.inferred("max_num_seqs", most, most, most))
     return flags
 

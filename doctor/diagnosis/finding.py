@@ -101,6 +101,8 @@ class Diagnosis:
     """Judged by one scrape; ``window_s`` means nothing."""
     fleets: tuple[Fleet, ...] = ()
     """The models that several engines serve, each as one."""
+    figures: Mapping[str, tuple[Evidence, ...]] = field(default_factory=dict)
+    """What an engine does, by its name, whatever is found."""
     flags: Mapping[str, Flags] = field(default_factory=dict)
     """What each engine was judged by."""
 
@@ -140,6 +142,10 @@ class Diagnosis:
                 for item in self.cannot_tell
             ],
             "fleets": [_fleet_json(fleet) for fleet in self.fleets],
+            "figures": {
+                engine: [{"signal": one.signal, "value": one.value, "unit": one.unit} for one in own]
+                for engine, own in self.figures.items()
+            },
             "healthy": self.healthy,
             "idle": self.idle,
             "not_judged": list(self.not_judged),

@@ -10,6 +10,7 @@ import ast
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from doctor.diagnosis.judged_objectives import MISSED, JudgedObjectives, judged_objectives
 from doctor.diagnosis.objective_judgement import figure_of
@@ -17,7 +18,7 @@ from doctor.metrics.promql import PromQL
 from doctor.metrics.signals import SIGNALS, Node, Signal, metrics_of
 from servers.expression import All, Clause, Expression, Relation
 from servers.known_flags import Flags
-from servers.metrics.catalog import METRICS
+from servers.metrics.catalog import METRICS, OPTIONAL
 from servers.reading import Number
 from servers.slo.bounds import Bound, family_of
 
@@ -68,18 +69,22 @@ class RuleCompiler:
         return self._text(SIGNALS[name])
 
     def _text(self, signal: Signal) -> str | None:
-        node = self._source(signal)
-        return None if node is None else f"({self.promql.text(node)})"
+        texts = [f"({self.promql.text(node)})" for node in self._sources(signal)]
+        return f"({' or '.join(texts)})" if len(texts) > 1 else next(iter(texts), None)
 
     def metrics(self, clause: Clause) -> set[str]:
         """Catalog keys that a rule's signals read, and the figures of its objectives."""
         signals = [SIGNALS[name] for name in clause.names if name in SIGNALS]
         signals += [figure for name in clause.names for _, figure in self._bounds(name)]
-        nodes = [self._source(signal) for signal in signals]
-        return set().union(*(metrics_of(node) for node in nodes if node is not None))
+        return set().union(*(metrics_of(node) for signal in signals for node in self._sources(signal)))
 
-    def _source(self, signal: Signal) -> Node | None:
-        return next((node for node in signal.sources if all(map(self._has, metrics_of(node)))), None)
+    def _sources(self, signal: Signal) -> list[Node]:
+        """The first source whose metrics the server has. Where that is unknown, those before the first that
+        every server has, too."""
+        usable = [node for node in signal.sources if all(map(self._has, metrics_of(node)))]
+        blind = self.promql.available is None
+        optional = len(list(takewhile(lambda node: blind and metrics_of(node) & OPTIONAL, usable)))
+        return usable[: optional + 1]
 
     def _has(self, key: str) -> bool:
         available = self.promql.available

@@ -8,16 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from doctor.metrics.evaluators import Evaluator, Group, Numbers
-from doctor.metrics.promql import PromQL
-from doctor.metrics.signals import Node, Signal
+from doctor.metrics.evaluators import Group
 from doctor.metrics.sources import Observation, Source
+from doctor.metrics.stated import StatedEvaluator
 from loadgen.foreign.read import read_results
 from loadgen.foreign.result import STATISTICS, ForeignError, StatedResult
 from servers.errors import SourceError
 from servers.kinds import SGLANG, VLLM
-from servers.metrics.identity import Sample
-from servers.reading import Missing, Number, Reading
 
 _LATENCIES = (("ttft", "ttft"), ("itl", "inter_chunk"), ("tpot", "tpot"), ("e2e", "e2e"))
 """Our signals, and the stated metrics. The servers' own ITL, too, is the gap between two chunks."""
@@ -38,7 +35,7 @@ class BenchmarkResult(Source):
         if "bench_requests" in facts:
             values |= dict.fromkeys(("first_tokens", "finished", "served_total"), facts["bench_requests"])
         group = Group.of(model_name=runs[0].model)
-        evaluator = StatedEvaluator(self.name, group, values)
+        evaluator = StatedEvaluator(self.name, group, "a benchmark's result does not hold it", values)
         kind = SGLANG if any(run.server == "sglang" for run in runs) else VLLM
         seconds = facts.get("bench_seconds", 0.0)
         return Observation(self.name, evaluator, runs[0].tool, seconds, kind, notes, facts=facts)
@@ -98,39 +95,3 @@ def _facts(runs: Sequence[StatedResult]) -> dict[str, float]:
         "bench_rate_share": min(run.rate_share for run in runs),
     }
     return {name: count for name, count in counts.items() if count is not None}
-
-
-class StatedEvaluator(Evaluator):
-    """Signals that were measured already, for one engine."""
-
-    def __init__(self, name: str, group: Group, values: Mapping[str, float]) -> None:
-        self._name, self._group, self._values = name, group, values
-        super().__init__(PromQL(1000, 1000))
-
-    @property
-    def available(self) -> Mapping[str, Sequence[str]]:
-        return {}
-
-    def of_fleet(self) -> StatedEvaluator:
-        return self
-
-    def samples(self, key: str) -> Sequence[Sample]:
-        return []
-
-    def numbers(self, node: Node) -> Numbers:
-        return {}
-
-    def bounds(self, key: str) -> Mapping[Group, Sequence[float]]:
-        return {}
-
-    def query(self, signal: Signal) -> str:
-        return f"{self._name}: {signal.name}"
-
-    def read(self, signal: Signal) -> dict[Group, Reading]:
-        value = self._values.get(signal.name)
-        if value is None:
-            return {self._group: Missing(signal.name, "metric", "a benchmark's result does not hold it")}
-        return {self._group: Number.exactly(value)}
-
-    def _carriers(self, key: str) -> frozenset[Group]:
-        return frozenset({self._group})

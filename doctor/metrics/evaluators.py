@@ -308,8 +308,8 @@ class ScrapeEvaluator(Evaluator):
                 return _numbers(self._reduced(key, "_count", how))
             case Mean(key):
                 return self.numbers(Ratio(HistogramSum(key), Count(key)))
-            case Ratio(top, bottom):
-                return _divide(self.numbers(top), self.numbers(bottom))
+            case Ratio(top, bottom, unbounded):
+                return _divide(self.numbers(top), self.numbers(bottom), unbounded)
             case Sum(terms):
                 return _add([self.numbers(term) for term in terms])
             case Constant(value):
@@ -541,12 +541,12 @@ def _mean_over_time(values: Mapping[Group, Values]) -> Numbers:
     return {group: Number.exactly(float(own.mean())) for group, own in kept.items() if len(own)}
 
 
-def _divide(top: Numbers, bottom: Numbers) -> Numbers:
-    return {
-        group: Number.exactly(top[group].point / bottom[group].point)
-        for group in top.keys() & bottom.keys()
-        if bottom[group].point
-    }
+def _divide(top: Numbers, bottom: Numbers, unbounded: bool) -> Numbers:
+    """``unbounded``: as of :class:`Ratio`."""
+    both = top.keys() & bottom.keys()
+    found = {g: Number.exactly(top[g].point / bottom[g].point) for g in both if bottom[g].point}
+    endless = {g: Number.exactly(math.inf) for g in both - found.keys() if unbounded and top[g].point > 0}
+    return found | endless
 
 
 def _add(parts: Sequence[Numbers]) -> Numbers:

@@ -9,7 +9,7 @@ from typing import Any
 
 from doctor.metrics.evaluators import COUNTS, Evaluator, Group, Numbers
 from doctor.metrics.promql import PromQL, promql_duration
-from doctor.metrics.signals import SHARED_OUT, Node, Quantile, Signal, metrics_of
+from doctor.metrics.signals import SHARED_OUT, Node, Quantile, Ratio, Signal, metrics_of
 from servers.kinds import PREFIXES, plain
 from servers.metrics import catalog
 from servers.metrics.identity import PEERS, Sample, identity_of
@@ -125,7 +125,8 @@ class PrometheusEvaluator(Evaluator):
         values: dict[Group, float] = {}
         for element in answer:
             value = float(element["value"][1])
-            if math.isfinite(value):
+            endless = isinstance(node, Ratio) and node.unbounded and value == math.inf
+            if math.isfinite(value) or endless:
                 values[_group(element["metric"])] = value
         if not isinstance(node, Quantile):
             return {group: Number.exactly(value) for group, value in values.items()}

@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from doctor.metrics.evaluators import Group
 from doctor.metrics.sources import Observation, Scrapes, Source
-from servers.errors import SourceError
+from doctor.metrics.stated import StatedEvaluator
+from servers.kinds import KINDS
 from servers.server_log import read_log
+
+_NO_LOAD = "fewer than two periodic load lines in the log"
 
 
 class LogSource(Source):
-    """A log as the only source: gauges every ten seconds, no latencies; most rules cannot tell."""
+    """A log as the only source: gauges every ten seconds, no latencies; most rules cannot tell. Without lines
+    on load it tells of the start and of failures alone."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -20,8 +25,9 @@ class LogSource(Source):
     def observe(self, window: float | None, slo: Mapping[str, float]) -> Observation:
         """From the log's periodic load lines. Raises SourceError."""
         facts = read_log(self.path)
-        if len(facts.scrapes) < 2:
-            raise SourceError(
-                f"--log {self.path}: fewer than two periodic load lines; add --series or --metrics"
-            )
-        return Scrapes(facts.scrapes, self.name).observe(window, slo)
+        if len(facts.scrapes) > 1:
+            return Scrapes(facts.scrapes, self.name).observe(window, slo)
+        kind = KINDS[facts.kind]
+        evaluator = StatedEvaluator(self.name, Group.of(), _NO_LOAD, {})
+        note = f"{_NO_LOAD}: it tells of the start and of failures; add --series or --metrics"
+        return Observation(self.name, evaluator, kind.label, 0.0, kind, (note,))

@@ -85,10 +85,12 @@ class MeanWhile:
 
 @dataclass(frozen=True)
 class Ratio:
-    """One quantity over another; no value where the lower one is 0."""
+    """One quantity over another; no value where the lower one is 0, or infinity where it is ``unbounded``."""
 
     top: Node
     bottom: Node
+    unbounded: bool = False
+    """Whether something over 0 is more than any number. 0 over 0 has no value."""
 
 
 @dataclass(frozen=True)
@@ -416,6 +418,7 @@ SIGNALS: dict[str, Signal] = {
                 for length in _LENGTHS
             ),
             Ratio(Mean("itl"), _ROWS),
+            Ratio(_LITTLE, _ROWS),
         ),
         _signal("tpot_p50", "s", "median time per output token of a request", Quantile(0.5, "tpot")),
         _signal("tpot_mean", "s", "mean time per output token of a request", Mean("tpot")),
@@ -450,9 +453,13 @@ SIGNALS: dict[str, Signal] = {
             "decode_per_prefill",
             "ratio",
             "time in decode over time in prefill",
-            Ratio(HistogramSum("decode_time"), HistogramSum("prefill_time")),
+            Ratio(HistogramSum("decode_time"), HistogramSum("prefill_time"), unbounded=True),
             *(Ratio(HistogramSum("itl", "rate"), prefilling) for prefilling in _PREFILLING),
-            Ratio(OverTime("generation_tokens", "increase"), OverTime("prompt_tokens", "increase")),
+            Ratio(
+                OverTime("generation_tokens", "increase"),
+                OverTime("prompt_tokens", "increase"),
+                unbounded=True,
+            ),
         ),
         _signal(
             "prefilling_mean",

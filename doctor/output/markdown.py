@@ -10,6 +10,7 @@ from doctor.diagnosis.quantity import quantity
 from doctor.output.report import (
     cannot_tell_lines,
     cost_words,
+    figure_lines,
     fleet_lines,
     grouped,
     objective_lines,
@@ -34,6 +35,7 @@ def as_markdown(diagnosis: Diagnosis, *, queries: bool = True) -> str:
         window=window_words(diagnosis),
         objectives=objective_lines(diagnosis.objectives),
         verdict=verdict(diagnosis),
+        figures=figure_lines(diagnosis) if verdict(diagnosis) else [],
         fleets=[fleet_lines([fleet]) for fleet in diagnosis.fleets],
         findings=[_finding(alike) for alike in grouped(diagnosis.findings)],
         cannot_tell=cannot_tell_lines(diagnosis.cannot_tell),

@@ -31,7 +31,7 @@ def as_text(diagnosis: Diagnosis, *, queries: bool = True) -> str:
     for number, alike in enumerate(grouped(diagnosis.findings), start=1):
         lines += [*finding_lines(number, alike, queries), ""]
     if sentence := verdict(diagnosis):
-        lines += [sentence, ""]
+        lines += [sentence, *figure_lines(diagnosis), ""]
     if missing := cannot_tell_lines(diagnosis.cannot_tell):
         lines += ["Cannot tell:", *(f"  {line}" for line in missing), ""]
     lines += [f"note: {note}" for note in diagnosis.notes]
@@ -108,6 +108,19 @@ def fleet_lines(fleets: Iterable[Fleet]) -> list[str]:
                 )
             lines.append(line)
     return lines
+
+
+def figure_lines(diagnosis: Diagnosis) -> list[str]:
+    """What each engine does, where neither findings nor a fleet's figures say it."""
+    if diagnosis.idle or diagnosis.fleets:
+        return []
+    return [
+        f"{name if len(diagnosis.figures) > 1 else 'It'} has "
+        + ", ".join(f"{one.signal} {quantity(one.value, one.unit)}" for one in own)
+        + "."
+        for name, own in diagnosis.figures.items()
+        if own
+    ]
 
 
 def grouped(findings: Iterable[Finding]) -> list[list[Finding]]:

@@ -28,6 +28,8 @@ class LogFacts:
     """``startup_seconds``, ``compile_seconds``, ``load_seconds`` of the last start, as far as it says."""
     scrapes: tuple[tuple[int, str], ...] = ()
     """The lines on load as exposition text, so that a log alone can be diagnosed."""
+    kind: str = "vllm"
+    """Name of the kind of server that wrote it."""
     incidents: Mapping[str, float] = field(default_factory=dict)
     """How often it tells of each kind of failure (see ``incidents.py``)."""
 

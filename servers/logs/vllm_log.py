@@ -6,6 +6,7 @@ import ast
 import calendar
 import re
 from collections.abc import Sequence
+from itertools import starmap
 from typing import Any
 
 from servers.logs.log_facts import LogFacts, page, pairs
@@ -53,10 +54,12 @@ _PERIODIC = re.compile(
     r"(?P<month>\d\d)-(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d).*?"
     r"(?:Engine (?P<engine>\d+): )?Avg prompt throughput: (?P<prompt>[\d.]+) tokens/s, "
     r"Avg generation throughput: (?P<generation>[\d.]+) tokens/s, "
-    r"Running: (?P<running>\d+) reqs, (?:Swapped: \d+ reqs, )?(?:Waiting|Pending): (?P<waiting>\d+) reqs, "
+    r"Running: (?P<running>\d+) reqs, (?:Swapped: (?P<swapped>\d+) reqs, )?"
+    r"(?:Waiting|Pending): (?P<waiting>\d+) reqs, "
     r"(?P<between>.*?)KV cache usage: (?P<kv>[\d.]+)%(?P<after>.*)"
 )
-"""V1 puts deferred requests, KV loads and preemptions, where there are any, between queue and KV usage."""
+"""V0 names the swapped. V1 puts deferred requests, KV loads and preemptions, where there are any, between
+queue and KV usage."""
 _DEFERRED = re.compile(r"Deferred: (\d+) reqs")
 """Of those that wait, the ones that do not wait for capacity. A line without it has none."""
 _BY_REASON = "vllm:num_requests_waiting_by_reason"
@@ -201,8 +204,9 @@ def _periodic(lines: Sequence[str]) -> list[tuple[int, str]]:
     """One scrape a moment; token counters are the throughputs, summed up over the time between. An engine
     that says nothing at a moment is as it last said.
 
-    What other lines say (drafts, preemptions) is in the next scrape. They name no engine, so with several
-    engines in one log these counters stand beside the first.
+    What other lines say of preemptions is in the next scrape; what they say of drafts, in the last, whose
+    interval they stand behind. They name no engine, so with several engines in one log these counters stand
+    beside the first.
     """
     extras: dict[str, float] = {}
     if any(_PREEMPTIONS.search(line) for line in lines):
@@ -213,11 +217,12 @@ def _periodic(lines: Sequence[str]) -> list[tuple[int, str]]:
         extras["vllm:spec_decode_num_drafts_total"] = 0.0
     deferring = any(map(_DEFERRED.search, lines))
     totals: dict[str, tuple[int, float, float]] = {}
-    latest: dict[str, str] = {}
-    pages: dict[int, str] = {}
+    latest: dict[str, dict[str, float]] = {}
+    pages: dict[int, dict[str, dict[str, float]]] = {}
     newest = 0
     for line in lines:
-        _note(line, extras)
+        if _note(line, extras) and latest:
+            latest[min(latest)].update(extras)
         if (match := _PERIODIC.search(line)) is None:
             continue
         unix_ms = _moment(match, newest)
@@ -235,20 +240,24 @@ def _periodic(lines: Sequence[str]) -> list[tuple[int, str]]:
         samples = {
             "vllm:num_requests_running": float(match["running"]),
             "vllm:num_requests_waiting": float(match["waiting"]),
-            "vllm:kv_cache_usage_perc": float(match["kv"]) / 100,
             "vllm:prompt_tokens_total": prompt,
             "vllm:generation_tokens_total": generation,
             **(extras if engine == min(totals) else {}),
         }
+        if match["swapped"] is None:
+            samples["vllm:kv_cache_usage_perc"] = float(match["kv"]) / 100
+        else:
+            samples["vllm:gpu_cache_usage_perc"] = float(match["kv"]) / 100
+            samples["vllm:num_requests_swapped"] = float(match["swapped"])
         if deferring:
             deferred = float(found[1]) if (found := _DEFERRED.search(match["between"])) else 0.0
             samples[f'{_BY_REASON}{{reason="deferred"}}'] = deferred
             samples[f'{_BY_REASON}{{reason="capacity"}}'] = float(match["waiting"]) - deferred
         if hits := _HIT_RATE.search(match["after"]):
             samples["vllm:gpu_prefix_cache_hit_rate"] = float(hits[1]) / 100
-        latest[engine] = page(engine, samples)
-        pages[unix_ms] = "".join(latest.values())
-    return sorted(pages.items())
+        latest[engine] = samples
+        pages[unix_ms] = dict(latest)
+    return [(at, "".join(starmap(page, engines.items()))) for at, engines in sorted(pages.items())]
 
 
 def _moment(match: re.Match[str], newest: int) -> int | None:
@@ -264,8 +273,8 @@ def _moment(match: re.Match[str], newest: int) -> int | None:
     return None
 
 
-def _note(line: str, extras: dict[str, float]) -> None:
-    """Count what a line says beside the load."""
+def _note(line: str, extras: dict[str, float]) -> bool:
+    """Count what a line says beside the load; whether it says it of the interval that has just ended."""
     if (match := _HIT_RATE.search(line)) and not _PERIODIC.search(line):  # V0 has a line of its own for it
         extras["vllm:gpu_prefix_cache_hit_rate"] = float(match[1]) / 100
     if match := _PREEMPTED.search(line):
@@ -277,3 +286,5 @@ def _note(line: str, extras: dict[str, float]) -> None:
             for name, tokens in (("accepted", match[1]), ("draft", match[2])):
                 key = f"vllm:spec_decode_num_{name}_tokens_total"
                 extras[key] = float(tokens) + (0.0 if cumulative else extras.get(key, 0.0))
+            return True
+    return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from doctor.diagnosis.diagnose import Diagnosis, diagnose
 from doctor.diagnosis.finding import Prescription
 from doctor.metrics.log_source import LogSource
 from doctor.metrics.sources import Scrapes
+from doctor.output.report import as_text
 from servers.server_log import read_log
 
 REPORTS = Path(__file__).parents[1] / "reports"
@@ -135,6 +137,34 @@ def test_a_burst_of_prompts_is_no_overload_and_has_no_gap_between_tokens() -> No
     assert not any(item.signal == "itl_mean" for finding in found.findings for item in finding.evidence)
 
 
+def test_a_pair_that_gets_a_token_in_five_seconds_has_slow_steps() -> None:
+    """No prompt is computed in the window: all of the time is decoding."""
+    found = reported("v0-five-seconds-per-token.log")
+    assert found.family.startswith("vLLM V0")
+    assert [finding.id for finding in found.findings if not finding.suppressed_by] == ["slow-steps"]
+    figures = {item.signal: item.value for item in found.findings[0].evidence}
+    assert figures["itl_mean"] == pytest.approx(5, rel=0.01)
+    assert figures["decode_per_prefill"] == math.inf
+
+
+def test_two_lines_tell_of_their_drafts() -> None:
+    """The drafts that a line tells of are those of the interval that it ends."""
+    found = reported("two-lines-with-drafts.log")
+    assert [finding.id for finding in found.findings] == ["speculation-loses"]
+    figures = {item.signal: item.value for item in found.findings[0].evidence}
+    assert figures["acceptance"] == pytest.approx(5306 / 8703)
+    assert figures["tokens_drafted_per_draft"] == pytest.approx(3)
+    assert found.findings[0].flags["num_speculative_tokens"].value == 3
+
+
+def test_two_lines_with_a_burst_infer_no_cap() -> None:
+    found = reported("two-lines.log")
+    assert not found.findings
+    figures = {item.signal: item.value for (own,) in [found.figures.values()] for item in own}
+    assert (figures["running_max"], figures["waiting_max"]) == (629, 226)
+    assert "running_max 629 requests, " in as_text(found)
+
+
 def test_prompts_that_keep_coming_are_overload() -> None:
     found = reported("flood-of-prompts.log")
     assert found.findings[0].id == "overload"
@@ -185,7 +215,7 @@ def test_a_pool_that_drafts_halve_is_given_back_first(flags: Mapping[str, Any] |
     assert found.findings[0].id == "kv-pressure"
     first = found.findings[0].prescriptions[0]
     assert first.changes == {"speculative_config": None}
-    assert "77.2" in first.text
+    assert "78 %" in first.text
     assert any(item.signal == "acceptance" for item in found.findings[0].evidence)
 
 

@@ -12,25 +12,37 @@ from synthetic_server import Server
 from doctor.diagnosis.diagnose import diagnose
 from doctor.metrics.log_source import LogSource
 from doctor.metrics.sources import Scrapes
-from servers.errors import SourceError
 from servers.kinds import KINDS
-from servers.server_log import parse_log
+from servers.server_log import parse_log, read_log
+
+START = """\
+INFO 11-30 10:00:00 [api_server.py:1842] vLLM API server version 0.19.0
+INFO 11-30 10:00:00 [utils.py:233] non-default args: {'model': 'm', 'max_num_seqs': 64}
+INFO 11-30 10:04:30 [default_loader.py:268] Loading weights took 240.12 seconds
+INFO 11-30 10:10:40 [monitor.py:34] torch.compile takes 310.20 s in total
+INFO 11-30 10:11:05 [core.py:210] init engine (profile, create kv cache, warmup model) took 390.11 seconds
+"""
 
 
-def test_a_log_without_load_lines_is_no_source(tmp_path: Path) -> None:
+def test_a_log_of_the_start_alone_tells_of_the_start(tmp_path: Path) -> None:
     path = tmp_path / "server.log"
-    path.write_text("version 0.30.0\n")
-    with pytest.raises(SourceError, match="fewer than two periodic load lines"):
-        diagnose(LogSource(path))
+    path.write_text(START)
+    found = diagnose(LogSource(path), log=read_log(path))
+    (slow,) = found.findings
+    assert slow.id == "slow-start"
+    figures = {item.signal: item.value for item in slow.evidence}
+    assert figures == {"startup_seconds": 390.11, "load_seconds": 240.12, "compile_seconds": 310.2}
+    assert not found.healthy
+    assert found.flags[found.engines[0]].value("max_num_seqs") == 64
+    assert any("fewer than two periodic load lines" in note for note in found.notes)
 
 
-def test_no_cap_is_inferred_below_every_default() -> None:
-    """Ten run while others wait, but a server that was started without the flag allows at least 128."""
+@pytest.mark.parametrize("flags", [{}, None])
+def test_a_level_that_others_wait_at_is_a_cap_whatever_the_default(flags: dict[str, Any] | None) -> None:
+    """Ten run while others wait, though vLLM allows 128 at least where the flag is not set."""
     waiting = replace(Server(), running=10, waiting=3, kv=0.02)
-    seen = diagnose(Scrapes(waiting.scrapes()), {})
-    assert "seq-cap" not in [finding.id for finding in seen.findings]
-    unknown = diagnose(Scrapes(waiting.scrapes()))
-    assert unknown.findings[0].flags["max_num_seqs"].origin == "inferred"
+    cap = diagnose(Scrapes(waiting.scrapes()), flags).findings[0].flags["max_num_seqs"]
+    assert (cap.value, cap.origin) == (10, "inferred")
 
 
 SPIKES = replace(

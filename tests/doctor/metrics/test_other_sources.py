@@ -258,7 +258,7 @@ def test_the_pool_of_every_version_is_read(line: str, tokens: int | None, length
 
 def test_older_warnings_of_preemption_are_counted() -> None:
     older = V0.replace("total_num_cumulative_preemption=", "total_cumulative_preemption_cnt=")
-    assert of_log(older)["preemptions"] == pytest.approx(40, rel=0.01)
+    assert of_log(older)["preemptions"] == pytest.approx(50, rel=0.01)
 
 
 def test_the_lines_of_a_new_log_are_signals() -> None:
@@ -272,8 +272,7 @@ def test_the_lines_of_a_new_log_are_signals() -> None:
 def test_the_lines_of_an_old_log_are_signals() -> None:
     values = of_log(V0)
     assert (values["running_mean"], values["waiting_mean"], values["kv_mean"]) == (3, 5, 0.125)
-    # From second 11 on: the first scrape, before any line on drafts, lacks their counters and is left out.
-    assert values["preemptions"] == pytest.approx(40, rel=0.01)
+    assert values["preemptions"] == pytest.approx(50, rel=0.01)
     assert values["acceptance"] == pytest.approx(0.1)
     assert values["prefix_hit_rate"] == pytest.approx(0.4)
 
