@@ -173,7 +173,11 @@ class Load(Recorded):
     ] = None
     natural_stop: Annotated[
         bool,
-        typer.Option("--natural-stop", help="Let the model end a dataset's answers before their length."),
+        typer.Option(
+            "--natural-stop",
+            help="Let the model end answers before their length: for a dataset's, and for servers "
+            "that refuse ignore_eos.",
+        ),
     ] = False
 
     def check(self) -> None:

@@ -47,6 +47,14 @@ class Server:
         ),
     ] = None
     workers: Annotated[int, typer.Option(help="Client processes.", min=1)] = 1
+    chat: Annotated[
+        bool,
+        typer.Option(
+            "--chat",
+            help="Send generated prompts to /v1/chat/completions, as a word for each token: for servers "
+            "that have nothing else. What they count is in the records.",
+        ),
+    ] = False
     salt: Annotated[
         bool,
         typer.Option(
@@ -64,11 +72,16 @@ class Server:
 
         Raises Unreachable, UrlError, OptionError.
         """
-        from loadgen.wire.probe import Url, probe
+        from loadgen.wire.probe import NoModels, ServerInfo, Url, probe
 
         if self.model is not None and self.max_model_len is not None:
             return self
-        info = probe(Url.parse(self.url), self.reached.connection)
+        try:
+            info = probe(Url.parse(self.url), self.reached.connection)
+        except NoModels:
+            if self.model is None:
+                raise
+            info = ServerInfo(self.model, None, None)
         length = self.max_model_len or info.max_model_len or _DEFAULT_CONTEXT
         return replace(self, model=self.model or info.model, max_model_len=length)
 
@@ -81,7 +94,11 @@ class Server:
 
         def schedule(seed: int) -> Schedule:
             drawn = source(seed) if load.sends_priorities else source(seed).without_priorities()
-            return drawn.salted(np.random.default_rng()) if self.salt else drawn
+            if load.natural_stop:
+                drawn = drawn.ended_by_the_model()
+            if self.salt:
+                drawn = drawn.salted(np.random.default_rng())
+            return drawn.as_chat() if self.chat else drawn
 
         return schedule
 

@@ -150,6 +150,13 @@ def _notes(records: Records, summary: Summary) -> tuple[str, ...]:
             failed[r.failure] = failed.get(r.failure, 0) + 1
     if failed:
         notes.append("failed: " + ", ".join(f"{count} {kind}" for kind, count in failed.items()))
+    told = [r for r in records.requests if r.failure is not None]
+    if any(r.failure is Failure.WRONG_PATH for r in told):
+        notes.append("the server has no such path: one that only chats wants --chat")
+    if any("ignore_eos" in r.detail for r in told):
+        notes.append(
+            "the server refuses ignore_eos: give --natural-stop, and answers end where the model does"
+        )
     if any(r.ok and r.completion_tokens is None for r in records.requests):
         notes.append("the server sent no usage: each chunk counts as one token")
     if records.warmup_failures:

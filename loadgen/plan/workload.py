@@ -161,6 +161,24 @@ class Schedule:
             warmup=tuple(replace(request, priority=0) for request in self.warmup),
         )
 
+    def ended_by_the_model(self) -> Schedule:
+        """Without ``ignore_eos``, which is no field of OpenAI's: answers may end before their length."""
+        return replace(
+            self,
+            requests=tuple(replace(request, ignore_eos=False) for request in self.requests),
+            warmup=tuple(replace(request, ignore_eos=False) for request in self.warmup),
+        )
+
+    def as_chat(self) -> Schedule:
+        """With a message of the user for each prompt of token ids: a word for each token, the same word for
+        the same id, so that what prompts share stays. Most tokenizers have these words as one token each;
+        the chat template adds its own."""
+        return replace(
+            self,
+            requests=tuple(map(_chatting, self.requests)),
+            warmup=tuple(map(_chatting, self.warmup)),
+        )
+
     def salted(self, rng: np.random.Generator) -> Schedule:
         """With other first tokens, the same ones for every prompt: what an earlier run of the same seed left
         in a prefix cache is not found, what the prompts of this one share is. It is the same load; prompts
@@ -310,6 +328,24 @@ class PromptSource:
         if key not in self._prefixes:
             self._prefixes[key] = self.tokens(cls.shared_prefix)
         return self._prefixes[key] + self.tokens(length - cls.shared_prefix)
+
+
+_WORDS = (
+    "time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world",
+    "school", "state", "family", "student", "group", "country", "problem", "hand", "part", "place",
+    "case", "week", "company", "system", "program", "question", "work", "number", "night", "point",
+    "home", "water", "room", "mother", "area", "money", "story", "fact", "month", "lot", "right",
+    "study", "book", "eye", "job", "word", "business", "issue", "side", "kind", "head", "house",
+    "service", "friend", "father", "power", "hour", "game", "line", "end", "member", "law", "car",
+    "city",
+)  # fmt: skip
+
+
+def _chatting(request: PlannedRequest) -> PlannedRequest:
+    if request.prompt_token_ids is None:
+        return request
+    text = " ".join(_WORDS[token % len(_WORDS)] for token in request.prompt_token_ids)
+    return replace(request, prompt_token_ids=None, messages=(Message("user", text),))
 
 
 def schedule_hash(

@@ -20,8 +20,15 @@ TLS_HINT = (
 )
 
 
+_NO_MODELS = "is this an OpenAI-compatible server? If it is, name the model with --model"
+
+
 class Unreachable(UserError):
     """The server cannot be used; the message says what was tried, what happened and what to do."""
+
+
+class NoModels(Unreachable):
+    """The server answers, but lists no model."""
 
 
 class UrlError(UserError):
@@ -96,17 +103,17 @@ def reach(url: Url, connection: Connection = NO_LOGIN, timeout: float = ANSWER_S
 
 
 def probe(url: Url, connection: Connection = NO_LOGIN) -> ServerInfo:
-    """Ask /v1/models (and /version). Raises Unreachable, also for an answer that cannot be used."""
+    """Ask /v1/models (and /version). Raises Unreachable, NoModels for an answer that names none."""
     status, body = _get(url, "/v1/models", connection)
     if status in (401, 403):
         raise Unreachable(f"{url}: HTTP {status} for /v1/models; {connection.refused}")
     if status != 200:
-        raise Unreachable(f"{url}: HTTP {status} for /v1/models; is this an OpenAI-compatible server?")
+        raise NoModels(f"{url}: HTTP {status} for /v1/models; {_NO_MODELS}")
     try:
         first = json.loads(body)["data"][0]
         model, length = str(first["id"]), first.get("max_model_len")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        raise Unreachable(f"{url}: /v1/models lists no model; is this an OpenAI-compatible server?") from None
+        raise NoModels(f"{url}: /v1/models lists no model; {_NO_MODELS}") from None
     return ServerInfo(
         model, length if type(length) is int and length > 0 else None, _version(url, connection)
     )

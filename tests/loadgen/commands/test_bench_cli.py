@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mock_sse_server import MockServer, running
@@ -106,6 +107,44 @@ def test_a_run_without_a_success_is_invalid(url: str) -> None:
     assert code == 3
     assert "5 unavailable" in out
     assert "∞" in out
+
+
+class ChatOnly(MockServer):
+    """No list of models, no text completions, and no field that OpenAI does not have."""
+
+    async def _get(self, path: str, write: Any) -> bool:
+        await self._json(write, 404, {"error": {"message": "Not Found"}})
+        return True
+
+    async def do_v1(self, body: dict[str, Any], write: Any) -> None:
+        unknown = {"ignore_eos", "priority"} & body.keys()
+        if "messages" not in body:
+            await self._json(write, 404, {"error": {"message": "Not Found"}})
+        elif unknown:
+            message = f"Extra inputs are not permitted: {', '.join(unknown)}"
+            await self._json(write, 400, {"error": {"message": message}})
+        else:
+            await super().do_v1(body, write)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--model", "m", "--chat", "--natural-stop"], ""),
+        (["--model", "m"], "one that only chats wants --chat"),
+        (["--model", "m", "--chat"], "give --natural-stop"),
+        ([], "name the model with --model"),
+    ],
+)
+def test_a_server_that_only_chats_is_measured_or_says_what_it_wants(options: list[str], said: str) -> None:
+    with running(server := ChatOnly()) as port:
+        at = ["--url", f"http://127.0.0.1:{port}", "--concurrency", 2, "--num-requests", 4]
+        code, out, error = vtune("bench", "run", *at, *FAST, *options)
+    assert said in out + error
+    if not said:
+        assert code == 0
+        assert [len(body["messages"][0]["content"].split()) for body in server.seen.bodies] == [8] * 4
+        assert {body["model"] for body in server.seen.bodies} == {"m"}
 
 
 def test_nobody_there_is_said_in_a_line() -> None:
