@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
 from engine.errors import ConfigError
-from engine.lora_config import LoRAModule, check_lora
+from engine.lora_config import MAX_LORA_RANK, MAX_LORAS, LoRAModule, check_lora
 from engine.speculative_config import SpeculativeConfig
 
 GIB = 1 << 30
@@ -126,9 +126,9 @@ class EngineConfig:
     structured_outputs_config: StructuredOutputsConfig | None = None
     enable_lora: bool = False
     """Requests may name a LoRA adapter of ``lora_modules``."""
-    max_loras: int = 1
+    max_loras: int = MAX_LORAS
     """The most adapters of a step: a request with one more is set aside."""
-    max_lora_rank: int = 16
+    max_lora_rank: int = MAX_LORA_RANK
     lora_modules: tuple[LoRAModule, ...] = ()
     scheduler: SchedulerName = "unified"
     """vLLM V1's scheduler, static batching, or V0's prefill and decode in turn. Not a flag of vLLM."""

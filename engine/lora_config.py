@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ from engine.errors import ConfigError
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Of ``--max-lora-rank``, as in vLLM (``MaxLoRARanks``)."""
+MAX_LORAS, MAX_LORA_RANK = 1, 16
+"""Defaults, as in vLLM."""
 _FLAG, _EXAMPLE = "lora_modules", "write sql=./sql-adapter"
 
 
@@ -58,6 +61,8 @@ def check_lora(
     if max_lora_rank not in RANKS:
         rule = f"must be one of {', '.join(map(str, RANKS))}"
         raise ConfigError("max_lora_rank", max_lora_rank, rule, "choose the next above your adapters' ranks")
+    if not enabled and (max_loras, max_lora_rank) != (MAX_LORAS, MAX_LORA_RANK):
+        warnings.warn("--max-loras and --max-lora-rank have no effect without --enable-lora", stacklevel=3)
     names = [module.name for module in modules]
     if modules and not enabled:
         raise ConfigError(_FLAG, names[0], "needs --enable-lora", "add it, or drop the adapters")

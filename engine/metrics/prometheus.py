@@ -53,7 +53,8 @@ class LoRAInfo:
 
     def record(self, stats: StepStats) -> None:
         """It is now as ``stats`` says."""
-        names = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
+        running, waiting = stats.adapters
+        names = ",".join(running), ",".join(waiting)
         if names not in self._states:
             labels = {
                 "max_lora": self._max_loras,

@@ -50,10 +50,8 @@ class StepStats:
     num_deferred: int = 0
     """How many of these wait for something other than room."""
     kv_usage: float = 0.0
-    running_adapters: tuple[str, ...] = ()
-    """Names of the LoRA adapters of requests that run, in the order in which they came."""
-    waiting_adapters: tuple[str, ...] = ()
-    """... of requests that wait."""
+    adapters: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """Names of the LoRA adapters of requests that run, and of those that wait, in the order of arrival."""
     prefix_queries: int = 0
     external_queries: int = 0
     external_hits: int = 0
@@ -236,7 +234,7 @@ class StepObserver:
         seen, self._seen = self._seen, _counts(scheduler.stats)
         gained: dict[str, Any] = {name: count - seen[name] for name, count in self._seen.items()}
         if self._adapters:
-            figures |= self._adapters_in_use()
+            figures["adapters"] = self._adapters_in_use()
         return StepStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -246,14 +244,14 @@ class StepObserver:
             **figures,
         )
 
-    def _adapters_in_use(self) -> dict[str, Any]:
-        named = [line.request for line in self._timelines.values() if line.request.lora_name]
-        runs = [request for request in named if request.status is RequestStatus.RUNNING]
-        waits = [request for request in named if request.status is not RequestStatus.RUNNING]
-        return {
-            "running_adapters": tuple(dict.fromkeys(request.lora_name for request in runs)),
-            "waiting_adapters": tuple(dict.fromkeys(request.lora_name for request in waits)),
-        }
+    def _adapters_in_use(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        running: dict[str, None] = {}
+        waiting: dict[str, None] = {}
+        for timeline in self._timelines.values():
+            request = timeline.request
+            if request.lora_name:
+                (running if request.status is RequestStatus.RUNNING else waiting)[request.lora_name] = None
+        return tuple(running), tuple(waiting)
 
 
 def _counts(stats: SchedulerStats) -> dict[str, Any]:

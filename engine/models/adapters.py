@@ -36,6 +36,10 @@ _REFUSED = (
     "target_parameters",
     "alora_invocation_tokens",
     "use_qalora",
+    "kasa_config",
+    "lora_ga_config",
+    "monteclora_config",
+    "arrow_config",
 )
 """Keys of adapter_config.json that change what is computed, in ways that are not here."""
 _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")

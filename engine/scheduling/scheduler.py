@@ -59,7 +59,7 @@ class Planning:
     """Requests passed over in this step, which do not block the queue behind them; in the queue's order."""
     aside_for: AdmissionStop | None = None
     """Why the first of them was passed over."""
-    adapters: set[str] = field(default_factory=set)
+    adapters: frozenset[str] = frozenset()
     """Of the requests that are scheduled; set once the running requests have their share."""
     any_running: bool = False
     """A request that was running before this step is scheduled in it."""
@@ -259,7 +259,7 @@ class UnifiedScheduler(SchedulerBase):
         set aside."""
         step.partial = PartialPrefills.of(self.config, step.scheduled)
         if self.config.enable_lora:
-            step.adapters = {request.lora_name for request in step.scheduled.requests} - {""}
+            step.adapters = frozenset([request.lora_name for request in step.scheduled.requests]) - {""}
         while self.waiting:
             if step.budget.left <= 0:
                 return AdmissionStop.BUDGET
@@ -311,7 +311,7 @@ class UnifiedScheduler(SchedulerBase):
             self._admit(step)
             self._take(request, num_tokens, drafts, step)
             if request.lora_name:
-                step.adapters.add(request.lora_name)
+                step.adapters |= {request.lora_name}
         return step.aside_for
 
     def _lookup(self, request: Request) -> list[int]:

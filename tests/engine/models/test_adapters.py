@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_adapters import merge, save_adapter
 from tiny_llama import VOCAB, save_tiny_llama
 from tiny_models import CASES, save_tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.cache import FetchError
 from engine.errors import ConfigError
@@ -167,6 +168,28 @@ def test_scales_are_pefts(tmp_path: Path, tiny: Path) -> None:
     check(make_llm(tiny, {"a": adapter}), references, "a")
 
 
+class CountedOperations(TorchDispatchMode):
+    """Of torch, within the ``with`` block."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_steps_without_an_adapter_compute_as_much_as_without_the_flag(
+    tiny: Path, adapters: dict[str, Path], kernels: str
+) -> None:
+    def operations(llm: LLM, name: str) -> int:
+        with CountedOperations() as counted:
+            llm.generate(PROMPTS[:1], GREEDY, lora_names=[name])
+        return counted.count
+
+    plain, able = LLM(str(tiny), tokenizer="bundled", dtype="float32"), make_llm(tiny, adapters)
+    assert operations(plain, "") == operations(able, "") < operations(able, "all")
+
+
 def test_weights_of_adapters_are_in_the_memory_plan(tiny: Path, adapters: dict[str, Path]) -> None:
     sizes = {name: (path / "adapter_model.safetensors").stat().st_size for name, path in adapters.items()}
     with_adapters, without = make_llm(tiny, adapters), LLM(str(tiny), tokenizer="bundled", dtype="float32")
@@ -190,6 +213,7 @@ def load(adapter: Path, model: Path, max_rank: int = 16) -> None:
         ({"use_dora": True}, "use_dora True is not supported"),
         ({"bias": "all"}, "bias 'all' is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
+        ({"kasa_config": {"beta": 1}}, r"kasa_config \{'beta': 1\} is not supported"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
         ({"lora_alpha": "8"}, "lora_alpha must be a number, got '8'"),
         ({"alpha_pattern": {"(": 1}}, "is no regular expression"),

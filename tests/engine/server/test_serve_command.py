@@ -172,6 +172,12 @@ def test_refusals(started: list[tuple[Any, ...]], line: list[str], words: str) -
     assert not started
 
 
+def test_slots_without_adapters_are_told_to_have_no_effect(started: list[tuple[Any, ...]]) -> None:
+    with pytest.warns(UserWarning, match="have no effect without --enable-lora"):
+        assert run(["--max-loras", "4"])[0] == 0
+    assert started
+
+
 def test_the_http_side_does_without_torch() -> None:
     """It has to be up by the time the engine is; and two copies of torch are one too many."""
     probe = (
