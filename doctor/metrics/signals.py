@@ -351,6 +351,13 @@ SIGNALS: dict[str, Signal] = {
             "mean of running while others wait and KV usage is above 0.9",
             MeanWhile("running", (_WAITING, _HIGH)),
         ),
+        _signal(
+            "rejected",
+            "count",
+            "requests refused at a limit of the queue",
+            OverTime("rejections", "increase"),
+            _NONE,
+        ),
         _signal("preemptions", "count", "preemptions counted", OverTime("preemptions", "increase")),
         _signal(
             "request_preemptions",

@@ -71,6 +71,7 @@ VLLM = ServerKind(
         "kv_usage": ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
         "cache_hit_rate": ("vllm:gpu_prefix_cache_hit_rate",),
         "preemptions": ("vllm:num_preemptions_total",),
+        "rejections": ("vllm:admission_rejections_total",),
         "prompt_tokens": ("vllm:prompt_tokens_total",),
         "generation_tokens": ("vllm:generation_tokens_total",),
         "prefix_queries": ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total"),

@@ -73,6 +73,7 @@ METRICS: dict[str, Metric] = {
         _metric("kv_usage", "gauge", combine="max"),
         _metric("cache_hit_rate", "gauge", combine="max"),
         _metric("preemptions", "counter"),
+        _metric("rejections", "counter"),
         _metric("prompt_tokens", "counter"),
         _metric("generation_tokens", "counter"),
         _metric("prefix_queries", "counter"),
@@ -116,12 +117,13 @@ OPTIONAL = frozenset(
         "cache_hit_rate",
         "deferred",
         "kv_tokens",
+        "rejections",
         "waiting_for_grammar",
         "waiting_for_kv",
     }
 )
 """Metrics that a healthy server may lack: speculation's exist only while it is on, those of adapters, of
-grammars and of KV transfers where it has them."""
+grammars, of KV transfers and of refusals where it has them."""
 
 ELSEWHERE: dict[str, str] = {
     "gpu_busy": "DCGM exporter",

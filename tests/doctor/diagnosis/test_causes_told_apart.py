@@ -147,6 +147,32 @@ def test_a_pair_that_gets_a_token_in_five_seconds_has_slow_steps() -> None:
     assert figures["decode_per_prefill"] == math.inf
 
 
+SHEDDING = """\
+vllm:admission_rejections_total{model_name="m",reason="max_num_queued_reqs"} %d
+vllm:admission_rejections_total{model_name="m",reason="max_num_queued_tokens"} 0
+"""
+
+
+def test_who_refuses_requests_is_not_healthy() -> None:
+    """Queue and latency are as of a server with little to do; its front end counts what it refuses."""
+    pages = Server().scrapes()
+    assert diagnose(Scrapes(pages)).healthy
+    shed = [(at, page + SHEDDING % (30 * n)) for n, (at, page) in enumerate(pages)]
+    found = diagnose(Scrapes(shed), {"max_num_queued_reqs": 32})
+    assert [finding.id for finding in found.findings] == ["requests-refused"]
+    assert not found.healthy
+    figures = {item.signal: item.value for item in found.findings[0].evidence}
+    assert figures["rejected"] == pytest.approx(30 * (len(pages) - 1), rel=0.01)
+
+
+def test_a_full_device_that_refuses_the_rest_is_overloaded() -> None:
+    slow = replace(Server(), running=64, histograms={"itl": {0.35: 1000}, "prefill_time": {0.8: 10}})
+    shed = [(at, page + SHEDDING % (30 * n)) for n, (at, page) in enumerate(slow.scrapes())]
+    found = diagnose(Scrapes(shed), {"max_num_seqs": 64})
+    assert found.findings[0].id == "overload"
+    assert {f.suppressed_by for f in found.findings if f.id == "requests-refused"} == {"overload"}
+
+
 def test_two_lines_tell_of_their_drafts() -> None:
     """The drafts that a line tells of are those of the interval that it ends."""
     found = reported("two-lines-with-drafts.log")

@@ -194,6 +194,10 @@ CASES: dict[str, Case] = {
         replace(BASE, running=8, waiting=60, deferred=50, kv=0.05, histograms=QUEUE),
         replace(BASE, running=8, waiting=60, deferred=10, kv=0.05, histograms=QUEUE),
     ),
+    "requests-refused": Case(
+        replace(BASE, counters={"rejections": 5}),
+        replace(BASE, counters={"rejections": 0}),
+    ),
     "ttft-slo-queue": Case(
         replace(BASE, running=64, waiting=15, kv=0.95, histograms=QUEUE),
         replace(BASE, running=64, waiting=5, kv=0.95, histograms=QUEUE),

@@ -25,6 +25,7 @@ _GAUGES = {
 _REASONS = "vllm:num_requests_waiting_by_reason"
 _COUNTERS = {
     "preemptions": "vllm:num_preemptions_total",
+    "rejections": "vllm:admission_rejections_total",
     "prompt_tokens": "vllm:prompt_tokens_total",
     "generation_tokens": "vllm:generation_tokens_total",
     "prefix_queries": "vllm:prefix_cache_queries_total",
