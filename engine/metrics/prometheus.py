@@ -28,6 +28,9 @@ ITERATION_TOKENS = (1, 8, *(1 << exponent for exponent in range(4, 15)))
 PARAMS_N = (1, 2, 5, 10, 20)
 NUM_PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+CACHE_SOURCES = ("device", "host", "p2p", "disk")
+REJECTION_REASONS = ("max_num_queued_reqs", "max_num_queued_tokens")
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 PROMPT_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
@@ -70,8 +73,10 @@ class PrometheusMetrics:
     """The families behind ``/metrics``, in a registry of their own.
 
     ``cache_info`` becomes the labels of ``cache_config_info``. As in vLLM, the ``spec_decode_*`` families
-    exist only with ``num_speculative_tokens`` > 0, the external prefix cache's with ``kv_connector``, and
-    ``lora_requests_info`` with ``max_loras`` > 0, so that their absence says that it is off.
+    exist only with ``num_speculative_tokens`` > 0, and ``lora_requests_info`` with ``max_loras`` > 0, so that
+    their absence says that it is off. What vLLM's page has for features that are not here (sleep, caches of
+    images, estimates of FLOP/s, limits of the queue) stands on 0 as it does there while they are off, so that
+    dashboards made for vLLM show what they show of it.
     """
 
     def __init__(
@@ -80,7 +85,6 @@ class PrometheusMetrics:
         *,
         max_model_len: int,
         num_speculative_tokens: int = 0,
-        kv_connector: bool = False,
         max_loras: int = 0,
         cache_info: Mapping[str, object] | None = None,
     ) -> None:
@@ -92,12 +96,6 @@ class PrometheusMetrics:
         self._define_gauges(cache_info or {})
         self._define_counters()
         self._define_histograms(token_buckets(max_model_len))
-        self._external: tuple[Number, Number] | None = None
-        if kv_connector:
-            self._external = (
-                self._counter("external_prefix_cache_queries", "Tokens asked of the KV connector."),
-                self._counter("external_prefix_cache_hits", "Tokens it has loaded."),
-            )
         self._lora = LoRAInfo(max_loras) if max_loras else None
         if self._lora is not None:
             self._add_family(self._lora.family)
@@ -121,10 +119,9 @@ class PrometheusMetrics:
         if stats.prefix_queries:
             self._prefix_queries.inc(stats.prefix_queries)
             self._prefix_hits.inc(stats.prefix_hits)
-        if self._external is not None:
-            queries, hits = self._external
-            queries.inc(stats.external_queries)
-            hits.inc(stats.external_hits)
+        if stats.external_queries:
+            self._external_queries.inc(stats.external_queries)
+            self._external_hits.inc(stats.external_hits)
         self._preemptions.inc(stats.preemptions)
         if stats.had_output:
             self._record_iteration(stats)
@@ -160,6 +157,8 @@ class PrometheusMetrics:
             self._prompt_sources["local_cache_hit"].inc(local)
             self._prompt_sources["external_kv_transfer"].inc(stats.prompt_tokens_external)
             self._prompt_cached.inc(stats.prompt_tokens_cached)
+            self._cached_sources["device"].inc(local)
+            self._cached_sources["host"].inc(stats.prompt_tokens_external)
         self._generation_tokens.inc(stats.generation_tokens)
         self._iteration_tokens.observe(computed + stats.generation_tokens)
         for latency in stats.first_token_latencies:
@@ -190,6 +189,10 @@ class PrometheusMetrics:
             reason=("capacity", "deferred"),
         )
         self._waiting_capacity, self._waiting_deferred = reasons["capacity"], reasons["deferred"]
+        sleeps = self._gauges(
+            "engine_sleep_state", "1 for the state that it is in.", sleep_state=SLEEP_STATES
+        )
+        sleeps["awake"].set(1)
         self._kv_usage = self._gauge("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.")
         info = {**{name: str(value) for name, value in cache_info.items()}, "engine": "0"}
         self._add("cache_config_info", "The KV cache's configuration.", "gauge", info, Number()).set(1)
@@ -197,13 +200,31 @@ class PrometheusMetrics:
     def _define_counters(self) -> None:
         self._prefix_queries = self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
         self._prefix_hits = self._counter("prefix_cache_hits", "Tokens found in the prefix cache.")
+        self._external_queries = self._counter(
+            "external_prefix_cache_queries", "Tokens asked of the KV connector."
+        )
+        self._external_hits = self._counter("external_prefix_cache_hits", "Tokens it has loaded.")
+        self._counter("mm_cache_queries", "Items looked up in the cache of images: none is served.")
+        self._counter("mm_cache_hits", "Items found there.")
         self._preemptions = self._counter("num_preemptions", "Preemptions.")
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens, booked with the first token.")
         self._prompt_sources = self._counters(
             "prompt_tokens_by_source", "Prompt tokens by where their KV came from.", source=PROMPT_SOURCES
         )
         self._prompt_cached = self._counter("prompt_tokens_cached", "Prompt tokens found in the cache.")
+        self._cached_sources = self._counters(
+            "prompt_tokens_cached_by_source", "Cached prompt tokens by where they lay.", source=CACHE_SOURCES
+        )
         self._generation_tokens = self._counter("generation_tokens", "Generated tokens.")
+        for name in ("flops", "read_bytes", "write_bytes"):
+            self._counter(f"estimated_{name}_per_gpu", "Estimated only with vLLM's --enable-mfu-metrics.")
+        own = {"model_name": self._labels["model_name"]}
+        rejections: list[tuple[Labels, Number]] = [
+            ({**own, "reason": r}, Number()) for r in REJECTION_REASONS
+        ]
+        self._register(
+            "admission_rejections", "Requests rejected by a limit of the queue.", "counter", rejections
+        )
         self._success = self._counters(
             "request_success", "Requests finished, by reason.", finished_reason=FINISH_REASONS
         )

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import json
 import secrets
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+import time
+from collections.abc import AsyncGenerator, Collection, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -14,8 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.metrics.http import UNCOUNTED, HttpMetrics
 from engine.server.json_body import RequestError
 from engine.server.process import EngineDeadError
 from engine.server.responses import DONE, error_body
@@ -34,8 +36,11 @@ CLIENT_GONE = 499
 """nginx's status for a client that hung up. It is never received, but the access log shows it."""
 
 
-def build_app(routes: Sequence[Route], api_keys: Sequence[str] = ()) -> ASGIApp:
-    """The application; with ``api_keys``, :data:`KEYED_PATHS` need one of them as bearer token."""
+def build_app(
+    routes: Sequence[Route], api_keys: Sequence[str] = (), metrics: HttpMetrics | None = None
+) -> ASGIApp:
+    """The application; with ``api_keys``, :data:`KEYED_PATHS` need one of them as bearer token. ``metrics``
+    are told of every exchange."""
     app = Starlette(
         routes=routes,
         exception_handlers={
@@ -46,7 +51,40 @@ def build_app(routes: Sequence[Route], api_keys: Sequence[str] = ()) -> ASGIApp:
             Exception: _on_bug,
         },
     )
-    return BearerAuth(app, api_keys) if api_keys else app
+    served: ASGIApp = BearerAuth(app, api_keys) if api_keys else app
+    return CountedExchanges(served, metrics, {route.path for route in routes}) if metrics else served
+
+
+class CountedExchanges:
+    """ASGI middleware: tells ``metrics`` of every exchange on one of ``paths``, or on none of them."""
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, paths: Collection[str]) -> None:
+        self._app, self._metrics, self._paths = app, metrics, frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in UNCOUNTED:
+            await self._app(scope, receive, send)
+            return
+        began, status, sent = time.monotonic(), 500, 0
+
+        async def counted(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status, sent = message["status"], _length(message["headers"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counted)
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "none"
+            seconds = time.monotonic() - began
+            self._metrics.record(scope["method"], path, status, seconds, _length(scope["headers"]), sent)
+
+
+def _length(headers: Iterable[tuple[bytes, bytes]]) -> int:
+    """As the head says; 0 where it does not."""
+    text = next((value for name, value in headers if name == b"content-length"), b"")
+    return int(text) if text.isdigit() and len(text) < 16 else 0
 
 
 class BearerAuth:

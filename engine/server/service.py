@@ -21,6 +21,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
+from engine.metrics.http import HttpMetrics
 from engine.metrics.log import StatLogger
 from engine.metrics.prometheus import PrometheusMetrics
 from engine.models.checkpoint import load_model_config
@@ -115,7 +116,7 @@ class _HttpServer(uvicorn.Server):
         api = Api(frontend, version("vtune-llm"), tells)
         super().__init__(
             uvicorn.Config(
-                build_app(api.routes(), options.api_keys),
+                build_app(api.routes(), options.api_keys, HttpMetrics(frontend.metrics.registry)),
                 http=HeaderTimeoutProtocol,
                 lifespan="off",
                 log_config=_log_config(),
@@ -166,7 +167,6 @@ def _metrics(info: EngineInfo) -> PrometheusMetrics:
         config.served_name,
         max_model_len=config.max_model_len,
         num_speculative_tokens=config.num_speculative_tokens,
-        kv_connector=config.kv_offloading_size is not None,
         max_loras=config.max_loras if config.enable_lora else 0,
         cache_info={
             "block_size": config.block_size,

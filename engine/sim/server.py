@@ -198,7 +198,6 @@ class SimulatedServer:
             name,
             max_model_len=plan.max_model_len,
             num_speculative_tokens=config.num_speculative_tokens,
-            kv_connector=config.kv_offloading_size is not None,
             cache_info={
                 "block_size": config.block_size,
                 "cache_dtype": config.kv_cache_dtype,

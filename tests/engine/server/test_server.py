@@ -16,7 +16,7 @@ from typing import Any
 
 import openai
 import pytest
-from serving_kit import EOS, HTTP, Server, make_model, serving
+from serving_kit import EOS, HTTP, Server, make_model, serving, wait_until
 
 MODEL = "tiny"
 CONTEXT = 16_384
@@ -463,3 +463,37 @@ def test_many_at_once(server: Server) -> None:
     assert together[:6] == [ask(i) for i in range(6)]
     assert all(len(text) <= 20 for text in together)
     settled_metrics(server)
+
+
+def test_exchanges_are_counted_by_path_and_what_only_watches_is_not(server: Server) -> None:
+    """As by prometheus-fastapi-instrumentator, with which vLLM counts them."""
+
+    def counted() -> dict[str, float]:
+        lines = HTTP.get(f"{server.url}/metrics").text.splitlines()
+        return {
+            name: float(value) for name, value in (x.rsplit(" ", 1) for x in lines if x.startswith("http_"))
+        }
+
+    before = counted()
+    complete(server, prompt="ab", max_tokens=2)
+    events(server, "/v1/completions", prompt="ab", max_tokens=2)
+    HTTP.post(f"{server.url}/v1/completions", json={"prompt": "a", "temperature": -1})
+    HTTP.get(f"{server.url}/nowhere")
+    HTTP.get(f"{server.url}/health")
+    every = "http_request_duration_highr_seconds_count"
+    wait_until(lambda: counted()[every] - before.get(every, 0) == 4, "all are counted")
+    after = counted()
+    grown = {name: value - before.get(name, 0) for name, value in after.items() if "_total" in name}
+    path = 'handler="/v1/completions",method="POST"'
+    assert {name: count for name, count in grown.items() if count} == {
+        f'http_requests_total{{{path},status="2xx"}}': 2,
+        f'http_requests_total{{{path},status="4xx"}}': 1,
+        'http_requests_total{handler="none",method="GET",status="4xx"}': 1,
+    }
+    name = f"http_request_duration_seconds_count{{{path}}}"
+    assert after[name] - before.get(name, 0) == 3
+    assert (
+        after["http_request_duration_highr_seconds_count"]
+        - before.get("http_request_duration_highr_seconds_count", 0)
+        == 4
+    )
