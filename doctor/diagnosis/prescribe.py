@@ -12,9 +12,10 @@ from doctor.diagnosis.allowed_changes import allowed
 from doctor.diagnosis.engine_view import EngineView
 from doctor.diagnosis.finding import Prescription
 from doctor.diagnosis.playbook import FIGURE_IN_TEXT, Playbook, Remedy
-from doctor.diagnosis.verification_status import verification_of
+from doctor.diagnosis.verification_status import NOT_VERIFIED, verification_of
 from loadgen.measure.rounding import significant
 from servers.expression import Lookup, Relation, parse_expression
+from servers.kinds import BUNDLED, VLLM
 from servers.known_flags import SWITCHES, Flags
 from servers.reading import Number, Reading
 
@@ -37,10 +38,18 @@ def prescriptions(book: Playbook, view: EngineView) -> tuple[Prescription, ...]:
             continue
         prescription = _prescription(remedy, view, condition)
         if prescription is not None:
-            (built if likely else doubtful).append(
-                replace(prescription, remedy=number, verification=verification_of(book, number))
-            )
+            holds = condition is None and _as_proven(remedy, view)
+            status = verification_of(book, number) if holds else NOT_VERIFIED
+            (built if likely else doubtful).append(replace(prescription, remedy=number, verification=status))
     return (*built, *doubtful)
+
+
+def _as_proven(remedy: Remedy, view: EngineView) -> bool:
+    """Whether a proof speaks of this server: the proofs are of vLLM's scheduling, and of values that were
+    computed from flags that were stated."""
+    settings = [setting for setting in remedy.settings.values() if not isinstance(setting, str)]
+    used = set().union(*(setting.names for setting in settings)) & view.flags.known.keys()
+    return view.flags.kind in (VLLM, BUNDLED) and all(view.flags.known[name].certain for name in used)
 
 
 def _computable(remedy: Remedy, view: EngineView) -> bool:

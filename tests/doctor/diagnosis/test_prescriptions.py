@@ -18,6 +18,7 @@ from doctor.diagnosis.prescribe import prescriptions
 from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS, SignalUnit
 from servers.command import parse_command
+from servers.kind import ServerKind
 from servers.kinds import BUNDLED, SGLANG, VLLM
 from servers.known_flags import Flags, resolve
 from servers.logs.incidents import SIGNS
@@ -180,6 +181,16 @@ def check(book: Playbook, prescription: Prescription, flags: Flags) -> None:
     if changes and None not in changes.values() and flags.kind is not SGLANG:
         typed = parse_command(f"vllm serve m {prescription.args}").flags
         assert json.dumps(typed, sort_keys=True) == json.dumps(dict(prescription.changes), sort_keys=True)
+
+
+def test_no_proof_of_vllms_scheduler_speaks_of_another_server() -> None:
+    told = {(book.id, cure.verification) for book in load_all() for cure in on(SGLANG, book)}
+    assert {status for _, status in told} == {"not verified"}
+
+
+def on(kind: ServerKind, book: Playbook) -> list[Prescription]:
+    examined = [view(Random(seed)) for seed in range(40)]
+    return [cure for one in examined if one.flags.kind is kind for cure in prescriptions(book, one)]
 
 
 @pytest.mark.parametrize("book", load_all(), ids=lambda book: book.id)

@@ -97,6 +97,13 @@ def test_the_sequence_cap_is_inferred_where_nobody_states_it() -> None:
     assert (flag.value, flag.origin) == (2, "inferred")
 
 
+@pytest.mark.parametrize(("flags", "status"), [("flags", "verified"), ("nothing", "not verified")])
+def test_a_cure_is_verified_where_its_flags_are_stated(flags: str, status: str) -> None:
+    """Its proof says nothing of a value that was computed from an inferred cap."""
+    wider = examine("seq-cap", flags).findings[0].prescriptions[0]
+    assert (wider.args.split()[0], wider.verification) == ("--max-num-seqs", status)
+
+
 def test_every_figure_comes_with_its_query() -> None:
     for evidence in examine("overload").findings[0].evidence:
         assert "vllm:" in evidence.query
