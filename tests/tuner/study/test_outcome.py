@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from loadgen.measure.estimator import Estimate
-from servers.slo.objective import PRESETS
-from tuner.study.outcome import Kind, Outcome, what_would_prove
+from servers.slo.objective import PRESETS, parse_slo
+from tuner.runs.result import Measurement, Reading
+from tuner.study.outcome import Kind, Outcome, now_held, what_would_prove
 
 
 def seen(effect: float, figure: str) -> Estimate:
@@ -45,6 +46,21 @@ def test_what_would_prove_a_gain(slo: str, effect: float, needed: float, problem
 def test_nothing_would_prove_what_has_no_ratio() -> None:
     told: Any = SimpleNamespace(change=lambda figure: Estimate(figure, 4, 0.0, 1.0), problems=("x",), pairs=4)
     assert what_would_prove(PRESETS["itl"], told) == ""
+
+
+def test_a_bound_that_the_users_own_config_misses_is_named() -> None:
+    """Goodput may be the same, and the other config still the one to run."""
+    slo = parse_slo("ttft_p95<1s,itl_p99<100ms")
+    sides = [
+        Measurement(
+            {n: Reading(v, 100) for n, v in zip(("ttft_p95", "itl_p99", "failed"), each, strict=True)}, 60.0
+        )
+        for each in ((0.5, 0.14, 0.0), (0.6, 0.0621, 0.0))
+    ]
+    told: Any = SimpleNamespace(baseline=sides[0], candidate=sides[1])
+    assert now_held(slo, told) == "holds itl_p99 <= 100 ms, which your config misses (140 ms -> 62.1 ms), "
+    held: Any = SimpleNamespace(baseline=sides[1], candidate=sides[0])
+    assert now_held(slo, held) == ""
 
 
 @pytest.mark.parametrize(
