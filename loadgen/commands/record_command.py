@@ -118,7 +118,15 @@ def _conclusion(tally: Tally, out: Path) -> str:
         for count, what in (
             (tally.failed, "failed and not recorded"),
             (tally.cut, "broken off"),
-            (tally.estimated, "prompts of an estimated length, as their answers had no usage"),
+            (
+                tally.estimated,
+                "prompts of an estimated length, as their answers had no usage (chats without "
+                "what the template adds)",
+            ),
+            (
+                tally.uncounted,
+                "answers counted by their chunks, for the same reason: at least so many tokens",
+            ),
         )
         if count
     ]

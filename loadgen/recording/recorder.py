@@ -66,6 +66,9 @@ class Tally:
 
     recorded: int = 0
     estimated: int = 0
+    uncounted: int = 0
+    """Answers whose server sent no usage: recorded with a token for each chunk that has text, which is too
+    few where one carries several, or holds back half a character."""
     cut: int = 0
     """Answers that one side broke off; recorded with the tokens that came."""
     failed: int = 0
@@ -139,6 +142,7 @@ class Recorder:
         if output == 0 and not passage.complete:
             output = 1  # hung up before the first token: the server had worked on it all the same
         self.tally.cut += not passage.complete
+        self.tally.uncounted += usage.get("completion_tokens") is None
         prompts = _prompts(body)
         if not prompts or output < 1:
             self.tally.failed += 1

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from mock_sse_server import MockServer, running
 
+from loadgen.commands.record_command import _conclusion
 from loadgen.measure.record import Failure
 from loadgen.plan.arrivals import ClosedLoop, Constant
 from loadgen.plan.datasets import Dataset, Turn
@@ -119,6 +120,24 @@ def test_settings_are_recorded_and_others_are_not(server: tuple[MockServer, str]
     (row,) = read_trace(tmp_path / "t.jsonl").rows
     assert row.sampling == (("temperature", 0.5), ("top_p", 0.9))
     assert (row.prompt_tokens, row.output_tokens, len(row.blocks)) == (40, 3, 3)
+
+
+class Uncounting(MockServer):
+    async def do_v1(self, body: dict[str, Any], write: Any) -> None:
+        await self.do_nofinish(body, write)
+
+
+def test_what_a_server_does_not_count_is_said(tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6}
+    with (
+        running(Uncounting()) as port,
+        recording(f"http://127.0.0.1:{port}", tmp_path / "t.jsonl") as (url, recorder),
+    ):
+        post(url, body, "/v1/chat/completions")
+    assert (recorder.tally.estimated, recorder.tally.uncounted) == (1, 1)
+    said = _conclusion(recorder.tally, tmp_path)
+    assert "1 prompts of an estimated length, as their answers had no usage (chats without what the" in said
+    assert "1 answers counted by their chunks, for the same reason: at least so many tokens" in said
 
 
 def test_each_of_several_answers_is_a_row(server: tuple[MockServer, str], tmp_path: Path) -> None:
