@@ -135,9 +135,9 @@ class OfPeers:
 
 @dataclass(frozen=True)
 class Half:
-    """A histogram's figure over the first or the second half of the window."""
+    """A figure over the first or the second half of the window."""
 
-    of: Mean
+    of: Mean | OverTime
     which: Literal["first", "second"]
 
 
@@ -241,6 +241,13 @@ _COMPUTED = tuple(
         Ratio(OverTime("prefix_hits", "increase"), OverTime("prefix_queries", "increase")),
         OverTime("cache_hit_rate", "avg"),
     )
+)
+
+_HALVES: tuple[tuple[str, Literal["first", "second"]], ...] = (("early", "first"), ("late", "second"))
+_IN_HALVES: tuple[tuple[str, SignalUnit, str, str, Literal["rate", "avg"]], ...] = (
+    ("generation_rate", "tokens/s", "output tokens per second", "generation_tokens", "rate"),
+    ("prompt_rate", "tokens/s", "prompt tokens per second", "prompt_tokens", "rate"),
+    ("running", "requests", "mean of running requests", "running", "avg"),
 )
 
 SIGNALS: dict[str, Signal] = {
@@ -493,6 +500,13 @@ SIGNALS: dict[str, Signal] = {
         _signal("prompt_rate", "tokens/s", "prompt tokens per second", OverTime("prompt_tokens", "rate")),
         _signal(
             "generation_rate", "tokens/s", "output tokens per second", OverTime("generation_tokens", "rate")
+        ),
+        *(
+            _signal(
+                f"{name}_{when}", unit, f"{help}, {half} half of the window", Half(OverTime(key, how), half)
+            )
+            for name, unit, help, key, how in _IN_HALVES
+            for when, half in _HALVES
         ),
         _signal("restarts", "count", "counter resets", OverTime("generation_tokens", "resets")),
         _signal("prompt_tokens_p50", "tokens", "median prompt length", Quantile(0.5, "prompt_length")),

@@ -39,6 +39,11 @@ class Case:
     slo: str | None = None
 
 
+def slowing(intervals: int, elapsed: float) -> float:
+    """A counter that grows at 2^-6 of its first rate in the end."""
+    return 400 * (intervals - 1) * (1 - 2 ** (-6 * elapsed)) / elapsed if elapsed else 0.0
+
+
 CASES: dict[str, Case] = {
     "itl-spikes-long-prefill": Case(
         replace(BASE, histograms=LONG),
@@ -193,6 +198,11 @@ CASES: dict[str, Case] = {
     "deferred-requests": Case(
         replace(BASE, running=8, waiting=60, deferred=50, kv=0.05, histograms=QUEUE),
         replace(BASE, running=8, waiting=60, deferred=10, kv=0.05, histograms=QUEUE),
+    ),
+    "throughput-collapse": Case(
+        replace(BASE, counters={"generation_tokens": slowing}),
+        # Fewer requests run, and fewer tokens come.
+        replace(BASE, running=lambda t: 8 - 7 * t, counters={"generation_tokens": slowing}),
     ),
     "requests-refused": Case(
         replace(BASE, counters={"rejections": 5}),

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 Level = float | Callable[[float], float]
 """A gauge: constant, or a function of the window's elapsed fraction (0..1)."""
+Count = Callable[[int, float], float]
+"""A counter after so many intervals, at an elapsed fraction of the window."""
 
 _REQUEST = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 _FIRST = (
@@ -86,7 +88,7 @@ class Server:
     """Of ``waiting``, those that do not wait for capacity; None: the server tells no reasons."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """Labels of lora_requests_info."""
-    counters: Mapping[str, float] = field(default_factory=dict)
+    counters: Mapping[str, float | Count] = field(default_factory=dict)
     histograms: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
     """More labels of cache_config_info."""
@@ -114,7 +116,8 @@ class Server:
             own = ",".join(f'{name}="{value}"' for name, value in self.adapters.items())
             lines.append(f"vllm:lora_requests_info{{{own}}} 1.7e9")
         for key, growth in {**HEALTHY_COUNTERS, **self.counters}.items():
-            lines.append(f"{_COUNTERS[key]}{self._labels()} {growth * intervals}")
+            total = growth(intervals, elapsed) if callable(growth) else growth * intervals
+            lines.append(f"{_COUNTERS[key]}{self._labels()} {total}")
         for key, observed in {**HEALTHY_HISTOGRAMS, **self.histograms}.items():
             lines += self._histogram(*_HISTOGRAMS[key], observed, intervals)
         config = {
