@@ -128,6 +128,10 @@ class Kernels(ABC):
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Prepare a [N, K] weight; it may be freed afterwards."""
 
+    def pack_exact(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """:meth:`pack` where the weight must not be quantised: that of a LoRA adapter."""
+        return self.pack(weight, bias)
+
     @abstractmethod
     def linear(self, x: torch.Tensor, linear: Linear, out: torch.Tensor) -> None:
         """``out[T, N] = x[T, K] @ weight.T + bias``; ``out`` may be float32."""

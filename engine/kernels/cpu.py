@@ -151,8 +151,9 @@ class TorchKernels(Kernels):
         self._can_pack = torch.backends.mkldnn.is_available() and dtype == torch.bfloat16
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-        if self._int8:
-            return Int8Linear(weight, bias)
+        return Int8Linear(weight, bias) if self._int8 else self.pack_exact(weight, bias)
+
+    def pack_exact(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         kind = PackedLinear if self._can_pack else TorchLinear
         return kind(weight, bias)
 

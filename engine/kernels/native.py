@@ -152,10 +152,13 @@ class NativeKernels(Kernels):
 
     def pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         if not self.int8 or weight.shape[1] % BYTES_IN_UNIT:
-            return NativeLinear(weight, bias)
+            return self.pack_exact(weight, bias)
         self._widest = max(self._widest, weight.shape[1])
         quantised, scales = quantise_rows(weight)
         return NativeLinear(quantised, bias, scales)
+
+    def pack_exact(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        return NativeLinear(weight, bias)
 
     def linear(self, x: torch.Tensor, linear: Linear, out: torch.Tensor) -> None:
         self._product(x, linear, out, add=False)

@@ -18,13 +18,15 @@ from typing import Any
 import torch
 
 from engine.errors import ConfigError
-from engine.kernels.base import Kernels
+from engine.kernels.base import Kernels, Linear
 from engine.lora_config import LoRAModule
 from engine.models.model import PROJECTIONS, WEIGHT_TYPES, text_name
 from engine.models.model_config import ModelConfig
 from engine.models.model_error import ModelError
 from engine.models.weights import read_json, read_safetensors, resolve_model
 
+RANK_MULTIPLE = 16
+"""Ranks are filled up with zeros to a multiple of this, which kernels multiply fastest."""
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<half>[AB])\.weight")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _REFUSED = (
@@ -48,72 +50,64 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 @dataclass(frozen=True)
 class LowRank:
-    """What an adapter adds to one projection of a layer, whose outputs are those of several matrices."""
+    """What an adapter adds to one projection of a layer. Where several matrices make up the projection, their
+    ranks stand side by side, and B is zero where the ranks of one meet the outputs of another."""
 
     a: torch.Tensor
-    """[sum of the matrices' ranks, inputs]"""
-    parts: tuple[tuple[torch.Tensor, slice, slice], ...]
-    """Of each matrix: B times scale, [outputs, rank], and its places in the ranks and in the outputs."""
-
-    def add(self, x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor) -> None:
-        low = x[rows] @ self.a.T
-        for b, ranks, columns in self.parts:
-            out[rows, columns] += (low[:, ranks] @ b.T).to(out.dtype)
-
-    def to(self, device: torch.device) -> LowRank:
-        """The same with the tensors on ``device``."""
-        parts = tuple((b.to(device), ranks, columns) for b, ranks, columns in self.parts)
-        return LowRank(self.a.to(device), parts)
+    """[ranks, inputs]"""
+    b: torch.Tensor
+    """[outputs, ranks], times scale"""
 
     @property
     def nbytes(self) -> int:
-        return self.a.nbytes + sum(b.nbytes for b, _, _ in self.parts)
+        return self.a.nbytes + self.b.nbytes
 
 
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter in the type that the model computes in."""
-
-    layers: Mapping[int, Mapping[str, LowRank]]
-    """By layer and projection (see PROJECTIONS); what it leaves alone is missing."""
-
-    def to(self, device: torch.device) -> Adapter:
-        """The same with the tensors on ``device``."""
-        return Adapter(
-            {
-                layer: {name: change.to(device) for name, change in changes.items()}
-                for layer, changes in self.layers.items()
-            }
-        )
-
-    @property
-    def nbytes(self) -> int:
-        return sum(change.nbytes for changes in self.layers.values() for change in changes.values())
+Adapter = Mapping[tuple[int, str], LowRank]
+"""By layer and projection (see PROJECTIONS); what it leaves alone is missing."""
+PackedAdapter = Mapping[tuple[int, str], tuple[Linear, Linear]]
+"""The same on the device: A and B."""
 
 
 class StepAdapters:
     """The adapters of one step, each with the rows of the batch that are its requests' tokens."""
 
-    def __init__(self, groups: Sequence[tuple[Adapter, torch.Tensor]]) -> None:
-        self._groups = groups
+    def __init__(
+        self, kernels: Kernels, groups: Sequence[tuple[PackedAdapter, slice | torch.Tensor]]
+    ) -> None:
+        self._kernels, self._groups = kernels, groups
 
     def add(self, layer: int, projection: str, x: torch.Tensor, out: torch.Tensor) -> None:
         """Add to ``out`` [T, N] what the adapters make of ``x`` [T, K]."""
         for adapter, rows in self._groups:
-            change = adapter.layers.get(layer, {}).get(projection)
-            if change is not None:
-                change.add(x, out, rows)
+            pair = adapter.get((layer, projection))
+            if pair is None:
+                continue
+            a, b = pair
+            own, target = _rows_of(x, rows), _rows_of(out, rows)
+            low = torch.empty(len(own), a.out_features, dtype=x.dtype, device=x.device)
+            self._kernels.linear(own, a, low)
+            self._kernels.linear_add(low, b, target)
+            if not isinstance(rows, slice):
+                out.index_copy_(0, rows, target)
 
 
 class AdapterSlots:
-    """All adapters of a server in host memory, and on the device the ``max_loras`` that were used last."""
+    """The adapters of a server as the device multiplies them: on a GPU the ``max_loras`` that were used last,
+    out of all in host memory; on the CPU all."""
 
     def __init__(self, adapters: Mapping[str, Adapter], max_loras: int, kernels: Kernels) -> None:
-        self._adapters, self._max_loras, self._kernels = adapters, max_loras, kernels
-        self._held: OrderedDict[str, Adapter] = OrderedDict()
-        sizes = sorted((adapter.nbytes for adapter in adapters.values()), reverse=True)
-        self.nbytes = sum(sizes if kernels.device.type == "cpu" else sizes[:max_loras])
-        """Bytes of the device that they take at most; on the CPU there is one memory."""
+        self._adapters, self._kernels = dict(adapters), kernels
+        self._held: OrderedDict[str, PackedAdapter] = OrderedDict()
+        self._room = max_loras
+        sizes = sorted(sum(change.nbytes for change in adapter.values()) for adapter in adapters.values())
+        self.nbytes = sum(sizes[-max_loras:])
+        """Bytes of the device that they take at most."""
+        if kernels.device.type == "cpu":
+            self._room = len(adapters)
+            packed = [self._hold(name) for name in adapters]
+            self._adapters.clear()
+            self.nbytes = sum(a.nbytes + b.nbytes for pairs in packed for a, b in pairs.values())
 
     def of_step(self, names: Sequence[str], counts: Sequence[int]) -> StepAdapters | None:
         """What the adapters add to a step whose sequences have these adapters ("": none) and numbers of
@@ -126,17 +120,33 @@ class AdapterSlots:
             if name:
                 rows.setdefault(name, []).extend(range(start, start + count))
             start += count
-        return StepAdapters([(self._hold(name), self._kernels.upload(rows[name])) for name in rows])
+        return StepAdapters(self._kernels, [(self._hold(name), self._rows(rows[name])) for name in rows])
 
-    def _hold(self, name: str) -> Adapter:
+    def _rows(self, rows: list[int]) -> slice | torch.Tensor:
+        first, last = rows[0], rows[-1]
+        if last - first + 1 == len(rows):
+            return slice(first, last + 1)
+        return self._kernels.upload(rows).long()
+
+    def _hold(self, name: str) -> PackedAdapter:
         """The adapter on the device. The one that was unused for longest makes room for it: a step has no
         more than ``max_loras``."""
         if name not in self._held:
-            if len(self._held) == self._max_loras:
+            if len(self._held) == self._room:
                 self._held.popitem(last=False)
-            self._held[name] = self._adapters[name].to(self._kernels.device)
+            pack, device = self._kernels.pack_exact, self._kernels.device
+            self._held[name] = {
+                place: (pack(change.a.to(device)), pack(change.b.to(device)))
+                for place, change in self._adapters[name].items()
+            }
         self._held.move_to_end(name)
         return self._held[name]
+
+
+def _rows_of(x: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+    """A view of the rows, or a copy of scattered ones. Plain indexing would wake torch's threads, which keep
+    the cores from those of the kernels."""
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
 def load_adapters(
@@ -166,30 +176,34 @@ def _load(name: str, path: Path, model: ModelConfig, max_rank: int, dtype: torch
         raise ConfigError("lora_modules", name, rule, "raise --max-lora-rank")
     scaled = {module: (a, b.float() * config.of(module, a.shape[0])) for module, (a, b) in halves.items()}
     shapes = model.tensor_shapes()
-    layers: dict[int, dict[str, LowRank]] = {}
+    adapter = {}
     for layer in range(model.num_layers):
         for projection, matrices in PROJECTIONS.items():
             modules = [f"model.layers.{layer}.{matrix}" for matrix in matrices]
             if any(module in scaled for module in modules):
                 outputs = [shapes[f"{module}.weight"][0] for module in modules]
                 parts = [scaled.get(module) for module in modules]
-                layers.setdefault(layer, {})[projection] = _fuse(parts, outputs, dtype)
-    return Adapter(layers)
+                adapter[layer, projection] = _fuse(parts, outputs, dtype)
+    return adapter
 
 
 def _fuse(
     parts: Sequence[tuple[torch.Tensor, torch.Tensor] | None], outputs: Sequence[int], dtype: torch.dtype
 ) -> LowRank:
     """A and B of matrices that stand side by side; None for one that the adapter leaves alone."""
-    fused: list[tuple[torch.Tensor, slice, slice]] = []
-    rank = column = 0
+    given = [part for part in parts if part is not None]
+    ranks = -(-sum(len(a) for a, _ in given) // RANK_MULTIPLE) * RANK_MULTIPLE
+    fused_a = torch.zeros(ranks, given[0][0].shape[1], dtype=dtype)
+    fused_b = torch.zeros(sum(outputs), ranks, dtype=dtype)
+    rank = row = 0
     for part, width in zip(parts, outputs, strict=True):
         if part is not None:
-            size = part[0].shape[0]
-            fused.append((part[1].to(dtype), slice(rank, rank + size), slice(column, column + width)))
-            rank += size
-        column += width
-    return LowRank(torch.cat([part[0] for part in parts if part is not None]).to(dtype), tuple(fused))
+            a, b = part
+            fused_a[rank : rank + len(a)] = a
+            fused_b[row : row + width, rank : rank + len(a)] = b
+            rank += len(a)
+        row += width
+    return LowRank(fused_a, fused_b)
 
 
 def _halves(file: Path, model: ModelConfig) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

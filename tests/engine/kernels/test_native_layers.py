@@ -174,3 +174,14 @@ def test_argmax(columns: int, dtype: torch.dtype) -> None:
     found = kernels.argmax(logits)
     assert found[1:4] == [2, 0, columns - 1]
     assert found == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("kind", [NativeKernels, TorchKernels])
+def test_a_weight_that_is_packed_exactly_is_not_quantised(
+    kind: type[NativeKernels] | type[TorchKernels], dtype: torch.dtype
+) -> None:
+    kernels = kind(SHAPE, dtype, *TABLES, int8=True)
+    x, weight = torch.randn(5, 48).to(dtype), torch.randn(32, 48).to(dtype)
+    out = torch.empty(5, 32, dtype=dtype)
+    kernels.linear(x, kernels.pack_exact(weight), out)
+    torch.testing.assert_close(out, x @ weight.T)
