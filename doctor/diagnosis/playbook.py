@@ -43,6 +43,8 @@ _LOG = "needs the server's log (--log FILE)"
 _BASELINE = "needs a baseline recording (--baseline FILE)"
 _BENCH = "needs a benchmark's result (--bench FILE)"
 _LABELS = "needs the labels of its series"
+BASELINE = "baseline_"
+"""What the names of an earlier time's figures begin with."""
 TOLD: Mapping[str, str] = {
     "startup_seconds": _LOG,
     "compile_seconds": _LOG,
@@ -70,7 +72,7 @@ signal or flag X of an earlier recording."""
 
 def told_by(name: str) -> str | None:
     """Who says ``name``, where it is none of the server's metrics and flags."""
-    return _BASELINE if name.startswith("baseline_") else TOLD.get(name)
+    return _BASELINE if name.startswith(BASELINE) else TOLD.get(name)
 
 
 _REQUIRED = ("id", "title", "severity", "when", "for", "prescribe", "expect")

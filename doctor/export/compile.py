@@ -9,11 +9,12 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from doctor.diagnosis.judged_objectives import MISSED, JudgedObjectives, judged_objectives
 from doctor.diagnosis.objective_judgement import figure_of
+from doctor.diagnosis.playbook import BASELINE
 from doctor.metrics.promql import PromQL
 from doctor.metrics.signals import SIGNALS, Node, Signal, metrics_of
 from servers.expression import All, Clause, Expression, Relation
@@ -21,6 +22,9 @@ from servers.known_flags import Flags
 from servers.metrics.catalog import METRICS, OPTIONAL
 from servers.reading import Number
 from servers.slo.bounds import Bound, family_of
+
+WEEK_MS = 7 * 86_400_000
+"""How long ago an alert's baseline is: the same day and hour, since load goes by the week."""
 
 Value = float | str
 """A constant, or a PromQL vector with one element an engine."""
@@ -146,6 +150,8 @@ class RuleCompiler:
     def _name(self, name: str) -> Value | None:
         if name in SIGNALS:
             return self.signal(name)
+        if (now := name.removeprefix(BASELINE)) != name:
+            return self._a_week_ago().signal(now) if now in SIGNALS else None
         if name in MISSED:
             beyond = [self._beyond(bound, figure) for bound, figure in self._bounds(name)]
             return _extreme("max", beyond) if beyond else 0.0
@@ -155,6 +161,9 @@ class RuleCompiler:
         if isinstance(reading, Number) and (reading.exact or self.flags.known[name].certain):
             return float(reading.point)
         return self._drafts() if name == "num_speculative_tokens" else None
+
+    def _a_week_ago(self) -> RuleCompiler:
+        return replace(self, promql=replace(self.promql, offset_ms=self.promql.offset_ms + WEEK_MS))
 
     def _bounds(self, name: str) -> list[tuple[Bound, Signal]]:
         """The objectives that a name of :data:`MISSED` stands for, with their figures."""

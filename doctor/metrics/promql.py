@@ -123,7 +123,8 @@ class PromQL:
                 return f"({others}) / {_PEERS} (count {_BY_PEERS} ({own}) - 1)"
             case Half(of, which):
                 half = self.window_ms // 2
-                return replace(self, window_ms=half, offset_ms=half if which == "first" else 0).text(of)
+                earlier = half if which == "first" else 0
+                return replace(self, window_ms=half, offset_ms=self.offset_ms + earlier).text(of)
             case OnHost(key, how):
                 return self._beside(self._host_figure(key, how))
             case EnginesOnHost():
@@ -223,8 +224,13 @@ class PromQL:
 
     def _ranges(self, key: str, suffix: str, function: str, matcher: str = "") -> str:
         window = promql_duration(self.window_ms)
-        offset = f" offset {promql_duration(self.offset_ms)}" if self.offset_ms else ""
-        return self._either(key, suffix, lambda series: f"{function}({series}[{window}]{offset})", matcher)
+        return self._either(
+            key, suffix, lambda series: f"{function}({series}[{window}]{self._offset})", matcher
+        )
+
+    @property
+    def _offset(self) -> str:
+        return f" offset {promql_duration(self.offset_ms)}" if self.offset_ms else ""
 
     def _instant(self, key: str) -> str:
         return self._combined(key, self._either(key, "", str))
@@ -247,7 +253,7 @@ class PromQL:
         return f"({self._sum(condition.gauges)} > bool {condition.above:g})"
 
     def _subquery(self) -> str:
-        return f"[{promql_duration(self.window_ms)}:{promql_duration(self.step_ms)}]"
+        return f"[{promql_duration(self.window_ms)}:{promql_duration(self.step_ms)}]{self._offset}"
 
     def _whole(self, key: str) -> list[str]:
         wholes = self.identity.of(key).wholes
@@ -264,7 +270,7 @@ def _with_host(vector: str) -> str:
 
 def promql_duration(ms: int) -> str:
     """Prometheus's spelling of a duration."""
-    for unit, size in (("h", 3_600_000), ("m", 60_000), ("s", 1000)):
+    for unit, size in (("w", 604_800_000), ("h", 3_600_000), ("m", 60_000), ("s", 1000)):
         if ms % size == 0:
             return f"{ms // size}{unit}"
     return f"{ms}ms"

@@ -166,6 +166,42 @@ def test_alerts_fire_where_the_doctor_finds(tmp_path: Path) -> None:
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
 
+HOUR_MS = 3_600_000
+LAST_WEEK = Server(histograms={"ttft": {0.12: 100}, "prompt_length": {200.0: 100}})
+LONGER = Server(histograms={"ttft": {0.9: 100}, "prompt_length": {900.0: 100}})
+
+
+@needs_promtool
+@pytest.mark.parametrize(("today", "fires"), [(LONGER, True), (LAST_WEEK, False)])
+def test_longer_prompts_than_a_week_ago_are_an_alert(today: Server, fires: bool, tmp_path: Path) -> None:
+    books = [replace(book, hold="0s") for book in load_all() if book.id == "baseline-shift"]
+    text = alert_rules(books, compiler(None, {}, window=6 * 3600.0)).text()
+    assert "offset 1w" in text
+    (tmp_path / "rules.yml").write_text(text)
+    before = LAST_WEEK.scrapes(count=168, every_ms=HOUR_MS)
+    now = [(at + 168 * HOUR_MS, page) for at, page in today.scrapes(count=12, every_ms=HOUR_MS)]
+    test = {
+        "interval": "1h",
+        "input_series": series_of([*before, *now]),
+        "promql_expr_test": [
+            {
+                "expr": 'count by (playbook) (ALERTS{alertstate="firing",playbook!=""})',
+                "eval_time": "179h",
+                "exp_samples": [{"labels": '{playbook="baseline-shift"}', "value": 1}] * fires,
+            }
+        ],
+    }
+    path = tmp_path / "test.yml"
+    path.write_text(
+        json.dumps(
+            {"evaluation_interval": "1h", "rule_files": [str(tmp_path / "rules.yml")], "tests": [test]}
+        )
+    )
+    assert PROMTOOL is not None
+    done = subprocess.run([PROMTOOL, "test", "rules", str(path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+
+
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("dashboard")
