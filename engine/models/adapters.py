@@ -156,8 +156,8 @@ def load_adapters(
     ConfigError for a rank above ``max_rank``."""
     adapters = {}
     for module in modules:
-        path = resolve_model(module.path)
         try:
+            path = resolve_model(module.path)
             adapters[module.name] = _load(module.name, path, model, max_rank, dtype)
         except ModelError as error:
             raise ModelError(f"adapter {module.name}: {error}") from None

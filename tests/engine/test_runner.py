@@ -41,18 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=["native", "torch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setenv("VTUNE_NATIVE", "0")
-    else:
-        try:
-            load_library()
-        except NativeUnavailable as reason:
-            pytest.skip(str(reason))
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("tiny"))

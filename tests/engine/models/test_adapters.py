@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.cache import FetchError
 from engine.errors import ConfigError
-from engine.kernels.native import NativeKernels, NativeUnavailable, load_library
+from engine.kernels.native import NativeKernels
 from engine.llm import LLM, PromptError
 from engine.lora_config import LoRAModule
 from engine.models.adapters import load_adapters
@@ -28,18 +28,6 @@ from engine.runner import ModelRunner
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[3 + (7 * i + 3 * j) % (VOCAB - 3) for j in range(18 + 9 * i)] for i in range(3)]
-
-
-@pytest.fixture(params=["native", "torch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "torch":
-        monkeypatch.setenv("VTUNE_NATIVE", "0")
-    else:
-        try:
-            load_library()
-        except NativeUnavailable as reason:
-            pytest.skip(str(reason))
-    return str(request.param)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -267,6 +255,8 @@ def test_tensors_that_are_refused(tmp_path: Path, tiny: Path, change: Any, messa
 
 
 def test_files_that_are_missing_or_damaged(tmp_path: Path, tiny: Path) -> None:
+    with pytest.raises(ModelError, match=r"adapter a: .*nowhere': no such file or directory"):
+        load(tmp_path / "nowhere", tiny)
     adapter = save_adapter(tmp_path / "adapter", tiny)
     (adapter / "adapter_model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(ModelError, match=r"adapter_model\.safetensors: damaged safetensors file"):
