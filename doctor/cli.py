@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from doctor.commands.changed_command import changed_command
 from doctor.commands.diff_command import diff_command
 from doctor.commands.export_command import export_app
 from doctor.commands.options import assumptions, choose_source, flags_of, interrupted
@@ -46,6 +47,7 @@ def mount(app: typer.Typer) -> None:
     """Add the commands to ``app``."""
     app.add_typer(doctor_app, name="doctor")
     app.add_typer(playbook_app, name="playbook")
+    app.command("changed")(changed_command)
 
 
 @doctor_app.callback()
