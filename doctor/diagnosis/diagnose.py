@@ -130,7 +130,12 @@ def _told(book: Playbook, view: EngineView) -> list[Evidence]:
     """What a rule and its remedies ask of a log, a benchmark or labels, where it is said."""
     names = dict.fromkeys((*book.when.names, *(name for cure in book.remedies for name in cure.needs.names)))
     return [
-        Evidence(name, view.constants[name], "s" if name.endswith("_seconds") else "count", who)
+        Evidence(
+            name,
+            view.constants[name],
+            "s" if name.endswith("_seconds") else "count",
+            who.removeprefix("needs "),
+        )
         for name in names
         if (who := told_by(name)) is not None and view.constants.get(name)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from doctor.diagnosis.adapters import adapters_of
@@ -18,7 +18,7 @@ from doctor.diagnosis.objective_judgement import (
     judgements,
     signals_of,
 )
-from doctor.diagnosis.playbook import ASSUMPTIONS, told_by
+from doctor.diagnosis.playbook import ASSUMPTIONS, BENCH, LOG, told_by
 from doctor.metrics.evaluators import Group
 from doctor.metrics.signals import SIGNALS, Signal, metrics_of
 from doctor.metrics.sources import Observation
@@ -48,6 +48,8 @@ class EngineView:
     constants: Mapping[str, float]
     """SLOs, assumptions, and what a log, a benchmark or a baseline told."""
     objectives: tuple[ObjectiveJudgement, ...] = ()
+    silent: Mapping[str, str] = field(default_factory=dict)
+    """By what :data:`TOLD` asks for, what is said instead where it was passed and does not tell."""
     baseline: EngineView | None = None
     """The same engine in an earlier recording."""
 
@@ -61,7 +63,8 @@ class EngineView:
         if name in ASSUMPTIONS:
             return Missing(name, "assumption", ASSUMPTIONS[name])
         if (who := told_by(name)) is not None:
-            return self._before(name.removeprefix("baseline_")) or Missing(name, "elsewhere", who)
+            why = self.silent.get(who, who)
+            return self._before(name.removeprefix("baseline_")) or Missing(name, "elsewhere", why)
         reading = self.flags.reading(name)
         return reading if isinstance(reading, Number) else Missing(name, "flag", reading.why)
 
@@ -126,6 +129,9 @@ def engine_views(
     ranks = Counter(map(_server_of, evaluator.groups))
     servers = Counter(server.peers for server in ranks)
     told = {**log.durations, **log.incidents} if log else {}
+    silent = {LOG: "the log has no line on it"} if log else {}
+    if observation.facts:
+        silent[BENCH] = "the benchmark's result does not say"
     seen = []
     for group in evaluator.groups:
         config = {**_config_of(group, configs)}
@@ -166,6 +172,7 @@ def engine_views(
                     "reasons_told": float("deferred" in evaluator.keys),
                 },
                 judgements(slo, measured),
+                silent,
             )
         )
     return seen

@@ -39,23 +39,23 @@ ASSUMPTIONS: Mapping[str, str] = {
 }
 """What only the user knows, by name."""
 
-_LOG = "needs the server's log (--log FILE)"
+LOG = "needs the server's log (--log FILE)"
 _BASELINE = "needs a baseline recording (--baseline FILE)"
-_BENCH = "needs a benchmark's result (--bench FILE)"
+BENCH = "needs a benchmark's result (--bench FILE)"
 _LABELS = "needs the labels of its series"
 BASELINE = "baseline_"
 """What the names of an earlier time's figures begin with."""
 TOLD: Mapping[str, str] = {
-    "startup_seconds": _LOG,
-    "compile_seconds": _LOG,
-    "load_seconds": _LOG,
-    **dict.fromkeys(SIGNS, _LOG),
+    "startup_seconds": LOG,
+    "compile_seconds": LOG,
+    "load_seconds": LOG,
+    **dict.fromkeys(SIGNS, LOG),
     "model_changed": _BASELINE,
     "pool_change": _BASELINE,
-    "bench_requests": _BENCH,
-    "bench_failed": _BENCH,
-    "bench_seconds": _BENCH,
-    "bench_rate_share": _BENCH,
+    "bench_requests": BENCH,
+    "bench_failed": BENCH,
+    "bench_seconds": BENCH,
+    "bench_rate_share": BENCH,
     "ranks": _LABELS,
     "servers": _LABELS,
     "adapters_running": _LABELS,

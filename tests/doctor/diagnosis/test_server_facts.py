@@ -37,6 +37,19 @@ def test_a_log_of_the_start_alone_tells_of_the_start(tmp_path: Path) -> None:
     assert any("fewer than two periodic load lines" in note for note in found.notes)
 
 
+def test_a_hint_does_not_ask_for_the_log_that_was_passed() -> None:
+    """It tells of the load, and the start is not in it."""
+    pages, log = (
+        Server().scrapes(),
+        parse_log("INFO 11-30 10:00:00 [x.py:1] vLLM API server version 0.19.0\n"),
+    )
+    for known, reason in ((None, "needs the server's log (--log FILE)"), (log, "the log has no line on it")):
+        found = diagnose(Scrapes(pages), {}, log=known)
+        (start,) = [item for item in found.cannot_tell if item.id == "slow-start"]
+        assert {missing.why for missing in start.missing} == {reason}
+        assert found.healthy
+
+
 @pytest.mark.parametrize("flags", [{}, None])
 def test_a_level_that_others_wait_at_is_a_cap_whatever_the_default(flags: dict[str, Any] | None) -> None:
     """Ten run while others wait, though vLLM allows 128 at least where the flag is not set."""
