@@ -1,5 +1,5 @@
 """``make facts``: read the flags, metrics and periodic log lines of released servers off their wheels into
-``servers/facts.json``, and say what that changes.
+``servers/facts.json``, and say what that changes, and what of metrics, knobs and playbooks the newest breaks.
 
     python -m benchmarks.servers.make_facts [--without KIND=VERSION] [--wheel KIND=VERSION=FILE]
 
@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 
+from benchmarks.servers.breakage import broken
 from benchmarks.servers.sources import Sources
 from benchmarks.servers.wheel_flags import read_flags
 from benchmarks.servers.wheel_metrics import read_log_formats, read_metrics
 from benchmarks.servers.wheels import TIMEOUT_SECONDS, Wheel, fetch, read, releases
-from servers.facts import FILE, version_of
+from servers.facts import FILE, Releases, version_of
 from servers.files import write_atomically
+from servers.kinds import KINDS
 
 
 @dataclass(frozen=True)
@@ -161,11 +164,16 @@ def main() -> None:
     ask.add_argument("--out", type=Path, default=FILE)
     given = ask.parse_args()
     before = given.out.read_text() if given.out.exists() else ""
-    text = render(gather(given.without, given.wheel))
+    facts = gather(given.without, given.wheel)
+    text = render(facts)
     write_atomically(given.out, [text])
     print(
         "".join(unified_diff(before.splitlines(True), text.splitlines(True), "before", "after", n=0)), end=""
     )
+    for name, known in msgspec.convert(facts, dict[str, Releases]).items():
+        older, newer = known.releases[-2:]
+        print(f"{name} {newer} breaks, of what {older} had:")
+        print("\n".join(f"  {line}" for line in broken(KINDS[name], known, older, newer)) or "  nothing")
 
 
 if __name__ == "__main__":
