@@ -32,6 +32,7 @@ def test_a_log_of_the_start_alone_tells_of_the_start(tmp_path: Path) -> None:
     assert slow.id == "slow-start"
     figures = {item.signal: item.value for item in slow.evidence}
     assert figures == {"startup_seconds": 390.11, "load_seconds": 240.12, "compile_seconds": 310.2}
+    assert {item.query for item in slow.evidence} == {"the server's log (--log FILE)"}
     assert not found.healthy
     assert found.flags[found.engines[0]].value("max_num_seqs") == 64
     assert any("fewer than two periodic load lines" in note for note in found.notes)
