@@ -45,7 +45,8 @@ TESTS: dict[str, tuple[str, ...]] = {
     "tuner/search/repeats.py": (f"{SEARCH}repeats.py",),
     "tuner/runs/rungs.py": ("tests/tuner/runs/test_rungs.py",),
     "loadgen/measure/estimator.py": tuple(
-        f"tests/loadgen/{t}.py" for t in ("measure/test_estimator", "test_compare")
+        f"tests/loadgen/{t}.py"
+        for t in ("measure/test_estimator", "test_compare", "foreign/test_stated_comparison")
     ),
 }
 """The tests of each file, the mirrored ones first."""
