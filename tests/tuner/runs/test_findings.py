@@ -59,7 +59,9 @@ def test_results_of_before_there_were_findings_can_be_read(baseline: TrialResult
     assert TrialResult.from_json(old).findings == ()
 
 
-@pytest.mark.parametrize("scrapes", [[], [(0, "vllm:num_requests_running 1\n")], [(0, "{"), (1000, "{")]])
+@pytest.mark.parametrize(
+    "scrapes", [[], [(0, "vllm:num_requests_running 1\n"), (1000, "{")], [(0, "{"), (1000, "{")]]
+)
 def test_what_cannot_be_judged_says_why(scrapes: list[tuple[int, str]], tmp_path: Path) -> None:
     found, why = examine(scrapes, FLAGS)
     assert found == ()

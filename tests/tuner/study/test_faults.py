@@ -297,6 +297,7 @@ LABELS = {
     "engine/server/api.py": "the created field of the models",
     "engine/text/chat_template.py": "a template asks for the date",
     "engine/metrics/families.py": "the created sample of a counter",
+    "engine/metrics/prometheus.py": "when adapters ran, as lora_requests_info tells it",
     "loadgen/measure/clock.py": "read once, moved by the monotonic clock",
     "loadgen/wire/client.py": "when a run began",
     "loadgen/recording/proxy.py": "when a request came; intervals are monotonic",
