@@ -121,6 +121,8 @@ class _Client(_Side):
         self._answer = ResponseParser()
         self._kept = 0
         self._dial: asyncio.Task[None] | None = None
+        self._unreachable = False
+        """The server behind does not answer."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -131,7 +133,8 @@ class _Client(_Side):
         try:
             upstream = await self._proxy.dial(self)
         except (OSError, TimeoutError):
-            self.answer_502()
+            self._unreachable = True
+            self._refuse()
             return
         self.peer = upstream
         if self.transport is None or self.transport.is_closing():
@@ -143,8 +146,11 @@ class _Client(_Side):
         if self._ended:
             self._end_upstream()
 
-    def answer_502(self) -> None:
-        if self.transport is not None:
+    def _refuse(self) -> None:
+        """Answer 502 once a request is there: a connection that is closed with bytes unread is reset, and its
+        client never sees the answer."""
+        asked = self._passages or self._ended or self._requests is None
+        if self.transport is not None and asked:
             text = b'{"error": {"message": "the server behind the recorder does not answer", "code": 502}}'
             self.transport.write(
                 b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: application/json\r\nConnection: close\r\n"
@@ -156,9 +162,11 @@ class _Client(_Side):
         now = monotonic_ns()
         if self.peer is not None and self.peer.transport is not None:
             self.peer.transport.write(data)
-        else:
+        elif not self._unreachable:
             self._early.append(data)
         self._watch(data, now)
+        if self._unreachable:
+            self._refuse()
 
     def _watch(self, data: bytes, now: int) -> None:
         """Tell requests apart. What is no HTTP is passed on all the same, and no longer looked at."""
@@ -198,6 +206,8 @@ class _Client(_Side):
         """A client that will send no more still wants its answer."""
         self._ended = True
         self._end_upstream()
+        if self._unreachable:
+            self._refuse()
         return True
 
     def _end_upstream(self) -> None:

@@ -222,6 +222,14 @@ def test_a_server_that_has_gone_is_a_502(tmp_path: Path) -> None:
     with recording(f"http://127.0.0.1:{gone.getsockname()[1]}", tmp_path / "t.jsonl") as (url, _):
         gone.close()
         assert post(url, {}).startswith(b"HTTP/1.1 502 ")
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), 120) as slow:
+            slow.settimeout(0.2)
+            with pytest.raises(TimeoutError):  # no answer to a request that has not come
+                slow.recv(1)
+            slow.settimeout(120)
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+            assert slow.recv(65536).startswith(b"HTTP/1.1 502 ")
 
 
 def test_equal_blocks_after_equal_beginnings_have_equal_numbers_and_a_new_key_each_time() -> None:
