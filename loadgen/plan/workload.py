@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -155,29 +155,17 @@ class Schedule:
 
     def without_priorities(self) -> Schedule:
         """For a server without priority scheduling, which refuses any other than 0. It is the same load."""
-        return replace(
-            self,
-            requests=tuple(replace(request, priority=0) for request in self.requests),
-            warmup=tuple(replace(request, priority=0) for request in self.warmup),
-        )
+        return self._with_each(lambda request: replace(request, priority=0))
 
     def ended_by_the_model(self) -> Schedule:
         """Without ``ignore_eos``, which is no field of OpenAI's: answers may end before their length."""
-        return replace(
-            self,
-            requests=tuple(replace(request, ignore_eos=False) for request in self.requests),
-            warmup=tuple(replace(request, ignore_eos=False) for request in self.warmup),
-        )
+        return self._with_each(lambda request: replace(request, ignore_eos=False))
 
     def as_chat(self) -> Schedule:
         """With a message of the user for each prompt of token ids: a word for each token, the same word for
         the same id, so that what prompts share stays. Most tokenizers have these words as one token each;
         the chat template adds its own."""
-        return replace(
-            self,
-            requests=tuple(map(_chatting, self.requests)),
-            warmup=tuple(map(_chatting, self.warmup)),
-        )
+        return self._with_each(_chatting)
 
     def salted(self, rng: np.random.Generator) -> Schedule:
         """With other first tokens, the same ones for every prompt: what an earlier run of the same seed left
@@ -196,8 +184,12 @@ class Schedule:
                 else replace(request, prompt_token_ids=(*salt[: len(own)], *own[_SALT_TOKENS:]))
             )
 
+        return self._with_each(with_salt)
+
+    def _with_each(self, change: Callable[[PlannedRequest], PlannedRequest]) -> Schedule:
+        """The same load with every request changed, the warm-up's too."""
         return replace(
-            self, requests=tuple(map(with_salt, self.requests)), warmup=tuple(map(with_salt, self.warmup))
+            self, requests=tuple(map(change, self.requests)), warmup=tuple(map(change, self.warmup))
         )
 
 
